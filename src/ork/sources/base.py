@@ -1,0 +1,112 @@
+"""What every other module sees of a foreign model file: metadata, tensors, rows as f32."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ork.errors import SourceError, StorageError
+from ork.strings import StringTable
+
+MetaValue = bool | int | float | str | npt.NDArray[Any] | StringTable
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """`shape` is in numpy order: (N rows, K columns) for a matrix, (n,) for a vector, (E, N, K) for stacked experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # ggml's name of the type: 'Q4_1', 'F32', ...
+    nbytes: int
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of `columns` floats; experts are stacked, a vector is one row."""
+        count = 1
+        for n in self.shape[:-1]:
+            count *= n
+        return count
+
+
+class Source(Protocol):
+    """A model to convert from. Metadata keys and tensor names are those of GGUF, whatever the file is."""
+
+    path: Path
+    metadata: Mapping[str, MetaValue]
+    tensors: Mapping[str, TensorInfo]  # in file order
+
+    def rows(self, name: str, start: int, stop: int, out: F32 | None = None) -> F32:
+        """Rows [start, stop) as f32 [stop - start, K], written to `out` if given (C-contiguous, exactly that shape).
+
+        Stacked experts are addressed as E * N flat rows, a vector is one row.
+        KeyError for an unknown tensor, ValueError for a range or an `out` that does not fit.
+        """
+        ...
+
+    def raw(self, name: str) -> memoryview:
+        """The tensor's bytes as the file has them, without a copy."""
+        ...
+
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Tell the system that the mapped pages of these rows are not needed now; reading them again is allowed."""
+        ...
+
+    def digest(self) -> str:
+        """xxh3-128 (hex) of the headers (metadata, tensor names, types, shapes, offsets) and the size of every file.
+
+        A cheap identity of the source, enough to notice another model or another quantisation under the same path;
+        it does not cover the tensor data.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop the mapping. Views that were handed out stay valid; no further rows can be read."""
+        ...
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a `.gguf` file, or a Hugging Face folder (config.json, *.safetensors, tokenizer.json).
+
+    SourceError if it is missing, damaged or not supported; StorageError if it cannot be read.
+    """
+    from ork.sources.gguf import GgufSource
+
+    where = Path(path)
+    try:
+        mode = where.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"{where}: no such file or folder") from None
+    except (OSError, ValueError) as e:
+        raise StorageError(f"{where}: {getattr(e, 'strerror', None) or e}") from None
+    if stat.S_ISDIR(mode):
+        from ork.sources.safetensors import HuggingFaceSource
+
+        return HuggingFaceSource(where)
+    if where.suffix == ".safetensors":
+        raise SourceError(f"{where}: name the folder that also holds its config.json, not the .safetensors file")
+    return GgufSource(where)
+
+
+def check_range(info: TensorInfo, start: int, stop: int, out: F32 | None) -> F32:
+    """The array that rows [start, stop) go to: `out`, or a new one. ValueError if range or `out` do not fit."""
+    if not 0 <= start <= stop <= info.rows:
+        raise ValueError(f"{info.name}: rows [{start}, {stop}) of {info.rows}")
+    shape = (stop - start, info.columns)
+    if out is None:
+        return np.empty(shape, np.float32)
+    if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"{info.name}: out must be a writable C-contiguous float32 array of shape {shape}")
+    return out
