@@ -1,0 +1,403 @@
+"""From a model's metadata to the ready tokenizer, once, when the model is converted.
+
+Facts about GGUF's tokenizer keys, token types and defaults per kind are llama.cpp's (llama-vocab.cpp) and the GGUF
+specification's; tokenizer.json is the format of Hugging Face's `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ork.errors import SourceError
+from ork.sources.base import MetaValue
+from ork.strings import StringTable
+from ork.text import pretokenizers
+from ork.text.ready import BYTE, BYTES, CONTROL, NORMAL, SPACES, UNKNOWN, UNUSED, USER, VERSION, Ready, pack, text_hash
+
+HUGGINGFACE: Final = "tokenizer.huggingface.json"
+KINDS: Final = "gpt2 (byte-level BPE), llama (SentencePiece BPE), gemma4"
+OTHER_KINDS: Final = {
+    "bert": "WordPiece",
+    "t5": "unigram",
+    "rwkv": "RWKV's greedy trie",
+    "plamo2": "PLaMo-2's",
+    "hybriddna": "a DNA k-mer",
+    "whitespace": "a whitespace",
+    "no_vocab": "no",
+    "none": "no",
+}
+# Texts that end a generation wherever a vocabulary has them (llama.cpp collects the same) ...
+EOG_TEXTS: Final = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|eom_id|>"),
+        *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
+        *("<｜end▁of▁sentence｜>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    )
+)
+# ... and those that only do where the file marks them as control tokens: some vocabularies have them as plain text.
+EOG_CONTROL_TEXTS: Final = frozenset(("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["))
+SPACE_MARK: Final = "\u2581"
+
+
+def build_tokenizer(metadata: Mapping[str, MetaValue]) -> bytes:
+    """The bytes that `Tokenizer.load` reads, from GGUF keys or from `tokenizer.huggingface.json`.
+
+    Raises SourceError, naming the key, for a vocabulary that is missing, inconsistent or of a kind not handled.
+    """
+    if HUGGINGFACE in metadata:
+        return pack(_from_huggingface(metadata))
+    model = metadata.get("tokenizer.ggml.model")
+    if not isinstance(model, str):
+        raise SourceError("tokenizer.ggml.model is missing: the model file has no tokenizer")
+    if model in OTHER_KINDS:
+        raise SourceError(
+            f"tokenizer.ggml.model is {model!r}: {OTHER_KINDS[model]} tokenizer is not supported; known are {KINDS}"
+        )
+    if model not in ("gpt2", "llama", "gemma4"):
+        raise SourceError(f"tokenizer.ggml.model is {model!r}, which is unknown; known are {KINDS}")
+    return pack(_from_gguf(model, metadata))
+
+
+# --- GGUF -----------------------------------------------------------------------------------------------------------
+
+
+def _from_gguf(model: str, metadata: Mapping[str, MetaValue]) -> Ready:
+    tokens = _table(metadata, "tokens")
+    if tokens is None or not len(tokens):
+        raise SourceError("tokenizer.ggml.tokens is missing: the model file has no vocabulary")
+    texts = tokens[:]
+    n = len(texts)
+    specials = {key: _id(metadata, key, n) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    kinds = _kinds(metadata, n, specials.values())
+    if model == "llama":
+        defaults = {"bos": 1, "eos": 2, "unknown": 0}
+        specials |= {k: v for k, v in defaults.items() if specials[k] is None and v < n}
+        merges = _merges_by_score(texts, kinds, _scores(metadata, n))
+        pipeline: dict[str, Any] = {"pre_tokenizer": None}
+        spelling, ignore_merges, add_bos = SPACES, False, True
+    else:
+        pre = "gemma4" if model == "gemma4" else metadata.get("tokenizer.ggml.pre", "")
+        if pre == "gemma4":  # SPM's spelling with explicit merges; lines are merged one by one
+            pipeline, spelling, ignore_merges, add_bos = _split([r"[^\n]+|[\n]+"]), SPACES, False, True
+        else:
+            row = pretokenizers.BY_NAME.get(str(pre))
+            if row is None:
+                known = ", ".join(sorted(name for name in pretokenizers.BY_NAME if name))
+                raise SourceError(f"tokenizer.ggml.pre is {pre!r}, which is unknown; known are {known}, gemma4")
+            pipeline, spelling = _split(row.patterns, byte_level=True), BYTES
+            ignore_merges, add_bos = row.ignore_merges, row.add_bos
+        listed = _table(metadata, "merges")
+        if listed is None:
+            raise SourceError("tokenizer.ggml.merges is missing: a BPE vocabulary cannot be used without")
+        merges = _merges_as_listed(texts, kinds, (_pair(merge) for merge in listed))
+    if spelling == SPACES:
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+        pipeline = {"normalizer": space, **pipeline}
+    ready = _ready(
+        texts,
+        kinds,
+        merges,
+        spelling=spelling,
+        pipeline={"normalizer": None, **pipeline},
+        bos=specials["bos"],
+        eos=specials["eos"],
+        unk=specials["unknown"] if spelling == SPACES else None,
+        also_eog=(specials["eot"], specials["eom"]),
+    )
+    ready.byte_fallback = spelling == SPACES
+    ready.ignore_merges = ignore_merges
+    ready.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and ready.bos is not None
+    ready.space_prefix = model == "llama" and bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    if "phi-3" in str(metadata.get("general.name", "")).lower():  # its markers swallow what follows; GGUF cannot say so
+        keep = {"<unk>", "<s>", "<|endoftext|>"}
+        ready.strip_right = [i for t, i in zip(ready.marker_texts, ready.marker_ids) if t not in keep]
+    return ready
+
+
+def _table(metadata: Mapping[str, MetaValue], key: str) -> StringTable | None:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and not isinstance(value, StringTable):
+        raise SourceError(f"tokenizer.ggml.{key} is not an array of strings")
+    return value
+
+
+def _id(metadata: Mapping[str, MetaValue], key: str, n: int) -> int | None:
+    value = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if value is None:
+        return None
+    if not isinstance(value, int) or not 0 <= value < n:
+        raise SourceError(f"tokenizer.ggml.{key}_token_id is {value}, outside of the vocabulary of {n} tokens")
+    return value
+
+
+def _numbers(metadata: Mapping[str, MetaValue], key: str, n: int) -> list[Any] | None:
+    value = metadata.get(f"tokenizer.ggml.{key}")
+    if value is None:
+        return None
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf" or len(value) != n:
+        raise SourceError(f"tokenizer.ggml.{key} is not an array of {n} numbers, one for each token")
+    numbers: list[Any] = value.tolist()
+    return numbers
+
+
+def _kinds(metadata: Mapping[str, MetaValue], n: int, specials: Iterable[int | None]) -> list[int]:
+    kinds = _numbers(metadata, "token_type", n)
+    if kinds is None:
+        kinds = [NORMAL] * n
+        for i in specials:
+            if i is not None:
+                kinds[i] = CONTROL
+    return [k if NORMAL <= k <= BYTE else UNUSED for k in kinds]
+
+
+def _scores(metadata: Mapping[str, MetaValue], n: int) -> list[float]:
+    scores = _numbers(metadata, "scores", n)
+    if scores is None:
+        raise SourceError("tokenizer.ggml.scores is missing: a SentencePiece vocabulary cannot be used without")
+    if not np.isfinite(scores).all():
+        raise SourceError("tokenizer.ggml.scores holds numbers that are not finite")
+    return scores
+
+
+def _split(patterns: Sequence[str], byte_level: bool = False) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in patterns
+    ]
+    if byte_level:
+        steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False})
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+
+
+# --- tokenizer.json -------------------------------------------------------------------------------------------------
+
+
+def _from_huggingface(metadata: Mapping[str, MetaValue]) -> Ready:
+    try:
+        doc = json.loads(str(metadata[HUGGINGFACE]))
+        return _from_document(doc, metadata)
+    except SourceError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(f"tokenizer.json is damaged: {type(error).__name__}: {error}") from None
+
+
+def _from_document(doc: dict[str, Any], metadata: Mapping[str, MetaValue]) -> Ready:
+    model = doc["model"]
+    if model.get("type") != "BPE":
+        raise SourceError(f"tokenizer.json: a {model.get('type')} tokenizer is not supported; known is BPE")
+    for odd in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(odd):
+            raise SourceError(f"tokenizer.json: model.{odd} is not supported")
+    added = doc.get("added_tokens") or []
+    if any(token.get("single_word") for token in added):
+        raise SourceError("tokenizer.json: an added token with single_word is not supported")
+    by_id = {int(i): str(text) for text, i in model["vocab"].items()} | {int(t["id"]): t["content"] for t in added}
+    n = max(by_id) + 1
+    if min(by_id) < 0 or n > 2 * len(by_id) + 4096:
+        raise SourceError("tokenizer.json: the token numbers have holes")
+    texts = [by_id.get(i, "") for i in range(n)]
+    kinds = [NORMAL if i in by_id else UNUSED for i in range(n)]
+    fallback = bool(model.get("byte_fallback"))
+    if fallback:
+        for i, text in enumerate(texts):
+            if _is_byte(text):
+                kinds[i] = BYTE
+    for token in added:
+        kinds[token["id"]] = CONTROL if token.get("special") else USER
+    pipeline = {"normalizer": doc.get("normalizer"), "pre_tokenizer": doc.get("pre_tokenizer")}
+    bos = _template_bos(doc.get("post_processor"))
+    listed = (tuple(m) if isinstance(m, list) else _pair(m) for m in model["merges"])
+    ready = _ready(
+        texts,
+        kinds,
+        _merges_as_listed(texts, kinds, listed),
+        spelling=BYTES if '"ByteLevel"' in json.dumps(pipeline) else SPACES,
+        pipeline=pipeline,
+        bos=bos if bos is not None else _id(metadata, "bos", n),
+        eos=_id(metadata, "eos", n),
+        unk=texts.index(model["unk_token"]) if model.get("unk_token") in texts else None,
+        also_eog=(_id(metadata, "eot", n), _id(metadata, "eom", n)),
+    )
+    ready.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", bos is not None)) and ready.bos is not None
+    ready.byte_fallback = fallback
+    ready.ignore_merges = bool(model.get("ignore_merges"))
+    ready.fuse_unk = bool(model.get("fuse_unk"))
+    ready.strip_left = [t["id"] for t in added if t.get("lstrip")]
+    ready.strip_right = [t["id"] for t in added if t.get("rstrip")]
+    return ready
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+
+
+def _template_bos(post: dict[str, Any] | None) -> int | None:
+    """The token that tokenizer.json's template puts before a single text."""
+    for step in [post] if post and post["type"] != "Sequence" else (post or {}).get("processors", []):
+        if step["type"] == "TemplateProcessing" and step["single"] and "SpecialToken" in step["single"][0]:
+            return int(step["special_tokens"][step["single"][0]["SpecialToken"]["id"]]["ids"][0])
+    return None
+
+
+def without_prefix(pipeline: dict[str, Any]) -> dict[str, Any]:
+    """The same pipeline for text that does not start the input: `Metaspace` prefixes only the first piece."""
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first":
+                node["prepend_scheme"] = "never"
+            node = list(node.values())
+        if isinstance(node, list):
+            for child in node:
+                walk(child)
+
+    rest = copy.deepcopy(pipeline)
+    walk(rest)
+    return rest
+
+
+# --- merges ---------------------------------------------------------------------------------------------------------
+
+Merges = list[tuple[int, int, int]]  # (left, right, result), best first
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge[1:].partition(" ")  # the left part may itself be or start with a space
+    return merge[:1] + left, right
+
+
+def _mergeable(texts: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
+    """text -> id of the tokens that merging may make: never a control or byte token, however it is typed."""
+    ids: dict[str, int] = {}
+    for i, (text, kind) in enumerate(zip(texts, kinds)):
+        if text and kind in (NORMAL, USER, UNUSED):
+            ids.setdefault(text, i)
+    return ids
+
+
+def _merges_by_score(texts: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> Merges:
+    """SPM joins any two neighbours whose joined text is a token, the best score first, the leftmost on a tie.
+
+    Among equal scores the longer text goes first: then a run of one character (the only case of ties in vocabularies
+    of this kind: spaces, line ends) grows from its left end as it does when the leftmost pair is taken each time.
+    """
+    ids = _mergeable(texts, kinds)
+    order = sorted(ids, key=lambda text: (-scores[ids[text]], -len(text), ids[text]))
+    rank = {text: r for r, text in enumerate(order)}
+    merges = []
+    for text in order:
+        parts = list(text)
+        while len(parts) > 2:
+            best, at = len(order), -1
+            for i in range(len(parts) - 1):
+                r = rank.get(parts[i] + parts[i + 1], best)
+                if r < best:
+                    best, at = r, i
+            if at < 0:
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2 and parts[0] in ids and parts[1] in ids:
+            merges.append((ids[parts[0]], ids[parts[1]], ids[text]))
+    return merges
+
+
+def _merges_as_listed(texts: Sequence[str], kinds: Sequence[int], listed: Iterable[tuple[str, str]]) -> Merges:
+    ids = _mergeable(texts, kinds)
+    rank: dict[tuple[str, str], int] = {}
+    for r, pair in enumerate(listed):
+        if len(pair) == 2 and pair[0] in ids and pair[1] in ids and pair[0] + pair[1] in ids:
+            rank.setdefault(pair, r)
+    merges = [(left, right) for left, right in rank]
+    if len({left + right for left, right in merges}) < len(merges):
+        merges = one_merge_each(rank)
+    return [(ids[left], ids[right], ids[left + right]) for left, right in merges]
+
+
+def one_merge_each(rank: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
+    """Of the pairs that make the same token only one ever does: the last merge of that token's own text.
+
+    While a token forms inside a longer text, no merge crosses its ends (else it would not form), and the best merge
+    of all that lies inside is the best of those inside. So the same merges happen in the same order as if the token's
+    text stood alone, and the last one is always the same pair. Tokens that do not form alone never form.
+    Vocabularies that list every way to split a token lose half of their merges by this, and start faster.
+    """
+    kept, worst = [], 1 + max(rank.values(), default=0)
+    for text in {left + right for left, right in rank}:
+        parts = list(text)
+        while len(parts) > 2:
+            best, at = worst, -1
+            for i in range(len(parts) - 1):
+                r = rank.get((parts[i], parts[i + 1]), worst)
+                if r < best:
+                    best, at = r, i
+            if at < 0:
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2 and (parts[0], parts[1]) in rank:
+            kept.append((parts[0], parts[1]))
+    return sorted(kept, key=rank.__getitem__)
+
+
+# --- what both have in common ---------------------------------------------------------------------------------------
+
+
+def _ready(
+    texts: list[str],
+    kinds: list[int],
+    merges: Merges,
+    *,
+    spelling: str,
+    pipeline: dict[str, Any],
+    bos: int | None,
+    eos: int | None,
+    unk: int | None,
+    also_eog: Iterable[int | None],
+) -> Ready:
+    kinds = [CONTROL if t in EOG_TEXTS and k in (NORMAL, USER) else k for t, k in zip(texts, kinds)]
+    markers = {t: i for i, (t, k) in enumerate(zip(texts, kinds)) if t and k in (CONTROL, USER, UNKNOWN)}
+    made = _mergeable(texts, kinds)
+    index = sorted((text_hash(t.encode()), i) for t, i in made.items())
+    blob, lengths = StringTable.of(texts).packed()
+    left, right, result = np.array(merges, "<u4").reshape(-1, 3).T
+
+    def view(array: Any, dtype: str) -> memoryview:
+        return memoryview(np.ascontiguousarray(array, dtype).tobytes())
+
+    return Ready(
+        version=VERSION,
+        spelling=spelling,
+        text_bytes=memoryview(blob),
+        text_lengths=view(lengths, "<u4"),
+        kinds=view(kinds, "u1"),
+        merge_left=view(left, "<u4"),
+        merge_right=view(right, "<u4"),
+        merge_result=view(result, "<u4"),
+        index_hashes=view([h for h, _ in index], "<u8"),
+        index_ids=view([i for _, i in index], "<u4"),
+        marker_texts=list(markers),
+        marker_ids=list(markers.values()),
+        eog=_eog(texts, kinds, (eos, *also_eog)),
+        longest=max(map(len, made), default=1),
+        pipeline=pipeline,
+        bos=bos,
+        eos=eos,
+        unk=unk,
+    )
+
+
+def _eog(texts: Sequence[str], kinds: Sequence[int], named: Iterable[int | None]) -> list[int]:
+    found = {
+        text: i
+        for i, (text, kind) in enumerate(zip(texts, kinds))
+        if kind == CONTROL and (text in EOG_TEXTS or text in EOG_CONTROL_TEXTS)
+    }
+    if "<|end|>" in found and (
+        {"<|return|>", "<|call|>"} <= found.keys() or {"<|calls|>", "<|flush|>"} <= found.keys()
+    ):
+        del found["<|end|>"]  # there it ends a part of the answer, not the answer
+    return sorted({*found.values(), *(i for i in named if i is not None)})
