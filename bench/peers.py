@@ -1,0 +1,220 @@
+"""Speed beside llama.cpp and ik_llama.cpp: the same GGUF, the same threads, one run.
+
+    python bench/peers.py --setup                  # once: builds both in environments of their own (minutes)
+    python bench/peers.py MODEL.gguf [--threads 2] [--rounds 3] [--llama-bench PATH] [--json FILE]
+
+Prefill is one batch of 512 tokens from an empty KV cache (llama-bench's pp512), decode 128 tokens one at a time from an
+empty cache (tg128), in tokens per second; f16 KV cache, everything else as each program sets it by default. ork runs
+its default i8 pack, converted beforehand. Every measurement is a process of its own that loads, warms up and then
+times; the programs take turns within a round. Figures are medians over the rounds (of each round's median), with the
+least and the largest sample. The machine's read bandwidth is measured in every round: decode cannot exceed it.
+A round begins when the machine is idle; if it does not become idle, the round is marked and a warning is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from peer_env import PEERS, require, run_worker, set_up
+
+PP, TG, REPEATS = 512, 128, 3
+PATIENCE = 30.0  # seconds to wait for an idle machine before each round
+BUSY = 0.10  # of one core: what others may use while we measure
+READ_BYTES = 1 << 30
+
+Samples = dict[str, list[float]]  # 'pp' and 'tg', tokens per second
+
+
+def busy_cores(seconds: float = 0.5) -> float:
+    """How many cores all processes together used during this time (nothing of ours runs then)."""
+
+    def read() -> tuple[int, int]:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(ticks), ticks[3] + ticks[4]
+
+    before = read()
+    time.sleep(seconds)
+    after = read()
+    total = after[0] - before[0]
+    return (os.cpu_count() or 1) * (1 - (after[1] - before[1]) / total) if total else 0.0
+
+
+def wait_for_idle() -> float:
+    """Wait until the machine is idle, at most PATIENCE seconds; returns the cores others still use."""
+    deadline = time.monotonic() + PATIENCE
+    while (busy := busy_cores()) > BUSY and time.monotonic() < deadline:
+        time.sleep(1.0)
+    return busy
+
+
+class ReadBandwidth:
+    """Reads 1 GiB with libc's memchr, which is as wide as the processor, one contiguous run for each thread."""
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self.data = bytearray(b"\x55") * READ_BYTES
+        self.memchr = ctypes.CDLL(None).memchr
+        self.memchr.argtypes, self.memchr.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+
+    def measure(self) -> float:
+        """GB/s, the best of three passes."""
+        share = READ_BYTES // self.threads
+        best = 0.0
+        with ThreadPoolExecutor(self.threads) as pool:
+            for _ in range(3):
+                start = time.perf_counter()
+                list(pool.map(lambda i: self.memchr(self.address + i * share, 0, share), range(self.threads)))
+                best = max(best, share * self.threads / (time.perf_counter() - start) / 1e9)
+        return best
+
+
+def command_json(command: list[str]) -> Any:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def convert(model: Path, folder: Path) -> Path:
+    """The model's default i8 pack, made anew."""
+    pack = folder / f"{model.stem}.orkpack"
+    command = [sys.executable, "-m", "ork", "convert", str(model), "-o", str(pack)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return pack
+
+
+def llama_bench_samples(rows: list[dict[str, Any]]) -> Samples:
+    """From llama-bench's JSON (`n_prompt`, `n_gen`, `samples_ts`), which `ork bench` writes too."""
+    found: Samples = {"pp" if row["n_prompt"] else "tg": row["samples_ts"] for row in rows}
+    if found.keys() != {"pp", "tg"}:
+        raise SystemExit("expected one prefill and one decode test")
+    return found
+
+
+def run_ork(pack: Path, threads: int) -> Samples:
+    options = ["-p", str(PP), "-n", str(TG), "-r", str(REPEATS), "--threads", str(threads), "-o", "json"]
+    return llama_bench_samples(command_json([sys.executable, "-m", "ork", "bench", str(pack), *options]))
+
+
+def run_llama_bench(program: Path, model: Path, threads: int) -> Samples:
+    options = ["-m", str(model), "-p", str(PP), "-n", str(TG), "-r", str(REPEATS), "-t", str(threads), "-o", "json"]
+    return llama_bench_samples(command_json([str(program), *options]))
+
+
+def run_peer(name: str, model: Path, threads: int) -> Samples:
+    options = ["--threads", threads, "--pp", PP, "--tg", TG, "--repeats", REPEATS]
+    samples: Samples = run_worker(PEERS[name], "speed", model, *options)
+    return samples
+
+
+def compare(programs: dict[str, Callable[[], Samples]], threads: int, rounds: int) -> dict[str, Any]:
+    """All samples by program, one list for each round, and what the machine gave in each."""
+    bandwidth = ReadBandwidth(threads)
+    result: dict[str, Any] = {"samples": {name: [] for name in programs}, "read_gb_s": [], "busy_cores": []}
+    for number in range(rounds):
+        result["busy_cores"].append(wait_for_idle())
+        result["read_gb_s"].append(bandwidth.measure())
+        if result["busy_cores"][-1] > BUSY:
+            print(f"warning: round {number + 1}: others use {result['busy_cores'][-1]:.1f} cores", file=sys.stderr)
+        for name, run in programs.items():
+            result["samples"][name].append(run())
+            pp, tg = (statistics.median(result["samples"][name][-1][test]) for test in ("pp", "tg"))
+            print(f"round {number + 1}/{rounds}: {name}: {pp:.0f} / {tg:.1f}", file=sys.stderr)
+    return result
+
+
+def summarise(result: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Program -> test -> median over rounds, least and largest sample, and `ratio`: ork's median over this one's."""
+    summary: dict[str, dict[str, dict[str, float]]] = {}
+    for name, rounds in result["samples"].items():
+        summary[name] = {}
+        for test in ("pp", "tg"):
+            everything = [sample for samples in rounds for sample in samples[test]]
+            median = statistics.median(statistics.median(samples[test]) for samples in rounds)
+            summary[name][test] = {"median": median, "least": min(everything), "largest": max(everything)}
+    for tests in summary.values():
+        for test, figures in tests.items():
+            figures["ratio"] = summary["ork"][test]["median"] / figures["median"]
+    return summary
+
+
+def markdown(result: dict[str, Any], summary: dict[str, Any], threads: int, model: Path) -> str:
+    """The table."""
+    busy = max(result["busy_cores"])
+    read = result["read_gb_s"]
+    lines = [
+        f"{model.name}, {threads} threads, {len(read)} rounds; read bandwidth {statistics.median(read):.1f} GB/s "
+        f"({min(read):.1f}-{max(read):.1f}); before a round others used up to {busy:.2f} cores"
+        f"{': **not idle**' if busy > BUSY else ''}",
+        "",
+        f"| program | pp{PP} tok/s | ork is | tg{TG} tok/s | ork is |",
+        "|---|---|---|---|---|",
+    ]
+    for name, tests in summary.items():
+        cells = [name]
+        for figures in tests.values():
+            cells.append(f"{figures['median']:.1f} ({figures['least']:.1f}-{figures['largest']:.1f})")
+            cells.append("" if name == "ork" else f"{figures['ratio']:.2f}x")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def processor() -> str:
+    """The processor's name as Linux gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Hardware")):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL.gguf")
+    parser.add_argument("--setup", action="store_true", help="make the peers' environments")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="also run this llama-bench program")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples and the summary here")
+    args = parser.parse_args()
+    if args.setup:
+        for peer in PEERS.values():
+            set_up(peer)
+    if args.model is None:
+        if not args.setup:
+            parser.error("name a model, or --setup")
+        return
+    require(list(PEERS))
+    with tempfile.TemporaryDirectory() as folder:
+        pack = convert(args.model, Path(folder))
+        programs: dict[str, Callable[[], Samples]] = {"ork": lambda: run_ork(pack, args.threads)}
+        for name in PEERS:
+            programs[name] = lambda name=name: run_peer(name, args.model, args.threads)
+        if args.llama_bench:
+            programs["llama-bench"] = lambda: run_llama_bench(args.llama_bench, args.model, args.threads)
+        result = compare(programs, args.threads, args.rounds)
+    summary = summarise(result)
+    print(markdown(result, summary, args.threads, args.model))
+    if args.json:
+        about = {"model": args.model.name, "threads": args.threads, "processor": processor()}
+        versions = {name: peer.requirement for name, peer in PEERS.items()}
+        args.json.write_text(json.dumps({**about, "peers": versions, "summary": summary, **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
