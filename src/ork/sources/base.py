@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import stat
 from collections.abc import Mapping
@@ -83,6 +85,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     SourceError if it is missing, damaged or not supported; StorageError if it cannot be read.
     """
     from ork.sources.gguf import GgufSource
+    from ork.sources.huggingface import HuggingFaceSource
 
     where = Path(path)
     try:
@@ -92,12 +95,42 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     except (OSError, ValueError) as e:
         raise StorageError(f"{where}: {getattr(e, 'strerror', None) or e}") from None
     if stat.S_ISDIR(mode):
-        from ork.sources.safetensors import HuggingFaceSource
-
         return HuggingFaceSource(where)
     if where.suffix == ".safetensors":
         raise SourceError(f"{where}: name the folder that also holds its config.json, not the .safetensors file")
     return GgufSource(where)
+
+
+class MappedFile:
+    """A whole file, mapped read-only. `data` are its bytes; views of them stay valid after `close`."""
+
+    def __init__(self, path: Path):
+        """SourceError if `path` is missing, empty or no regular file; StorageError if it cannot be read."""
+        self.path = path
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):  # before opening: a pipe would wait for its writer
+                raise SourceError(f"{path}: not a regular file")
+            with path.open("rb") as f:
+                size = os.fstat(f.fileno()).st_size
+                if not size:
+                    raise SourceError(f"{path}: the file is empty: download it again")
+                self._map = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ)
+        except (FileNotFoundError, NotADirectoryError):
+            raise SourceError(f"{path}: no such file") from None
+        except (OSError, ValueError) as e:
+            raise StorageError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
+        self.data = memoryview(self._map)
+
+    def release(self, start: int, stop: int) -> None:
+        """Drop the mapped pages of bytes [start, stop), to be read again if need be (also one shared at the start)."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+    def close(self) -> None:
+        self.data.release()
+        with contextlib.suppress(BufferError):  # views are alive: the mapping goes with the last of them
+            self._map.close()
 
 
 def check_range(info: TensorInfo, start: int, stop: int, out: F32 | None) -> F32:

@@ -7,10 +7,7 @@ each, u32 type, u64 offset); padding to the alignment; tensor data. A string is 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
-import stat
 import struct
 from collections.abc import Mapping
 from itertools import pairwise
@@ -23,8 +20,8 @@ import numpy.typing as npt
 import xxhash
 
 from ork import native
-from ork.errors import SourceError, StorageError
-from ork.sources.base import F32, MetaValue, TensorInfo, check_range
+from ork.errors import SourceError
+from ork.sources.base import F32, MappedFile, MetaValue, TensorInfo, check_range
 from ork.sources.dequant import TYPES, UNREAD, TensorType, expand
 from ork.strings import StringTable
 
@@ -55,9 +52,9 @@ class GgufSource:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._map, self._data = _map(self.path)
+        self._file = MappedFile(self.path)
         try:
-            header = _Header(self.path, self._data)
+            header = _Header(self.path, self._file.data)
         except BaseException:
             self.close()
             raise
@@ -72,47 +69,23 @@ class GgufSource:
 
     def raw(self, name: str) -> memoryview:
         offset = self._offsets[name]
-        return self._data[offset : offset + self.tensors[name].nbytes]
+        return self._file.data[offset : offset + self.tensors[name].nbytes]
 
     def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
         info = self.tensors[name]
         check_range(info, start, start, None)
         row = info.nbytes // info.rows
         stop = info.rows if stop is None else min(stop, info.rows)
-        page = mmap.PAGESIZE
-        first = (self._offsets[name] + start * row) // page * page  # a page shared with a neighbour is read again
-        last = self._offsets[name] + stop * row
-        if last > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+        at = self._offsets[name]
+        self._file.release(at + start * row, at + stop * row)
 
     def digest(self) -> str:
-        h = xxhash.xxh3_128(self._data[: self._header_end])
-        h.update(struct.pack("<Q", len(self._data)))
+        h = xxhash.xxh3_128(self._file.data[: self._header_end])
+        h.update(struct.pack("<Q", len(self._file.data)))
         return h.hexdigest()
 
     def close(self) -> None:
-        self._data.release()
-        with contextlib.suppress(BufferError):  # views of metadata or tensors are alive: it goes with the last of them
-            self._map.close()
-
-
-def _map(path: Path) -> tuple[mmap.mmap, memoryview]:
-    try:
-        mode = path.stat().st_mode  # before opening: a pipe would wait for its writer
-        if not stat.S_ISREG(mode):
-            raise SourceError(f"{path}: not a regular file, so not a GGUF")
-        with path.open("rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            magic = f.read(4)
-            if magic != MAGIC:
-                what = "it is empty" if not size else f"it starts with {magic!r}, not {MAGIC!r}"
-                raise SourceError(f"{path}: not a GGUF file: {what}")
-            mapped = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ)
-    except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{path}: no such file") from None
-    except (OSError, ValueError) as e:
-        raise StorageError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
-    return mapped, memoryview(mapped)
+        self._file.close()
 
 
 class _Header:
@@ -121,6 +94,8 @@ class _Header:
     def __init__(self, path: Path, data: memoryview):
         self.path = path
         self.data = data
+        if data[: len(MAGIC)] != MAGIC:
+            raise SourceError(f"{path}: not a GGUF file: it starts with {bytes(data[:4])!r}, not {MAGIC!r}")
         self.at = len(MAGIC)
         self.kept = 0
         self.metadata: dict[str, MetaValue] = {}
