@@ -1,0 +1,42 @@
+"""Architectures by the name that GGUF gives them, one file each."""
+
+from __future__ import annotations
+
+from ork.errors import SourceError
+from ork.models.config import Config, read_config
+from ork.models.gemma3 import Gemma3
+from ork.models.layers import Model, Rows
+from ork.models.llama import Llama
+from ork.models.qwen2 import Qwen2
+from ork.models.qwen3 import Qwen3
+from ork.ops import Ops
+
+ARCHITECTURES: dict[str, type[Llama] | type[Gemma3]] = {
+    "llama": Llama,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "gemma3": Gemma3,
+}
+
+__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture"]
+
+
+def check_architecture(arch: object) -> type[Llama] | type[Gemma3]:
+    """The class for `arch`; SourceError naming the known ones if there is none."""
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise SourceError(f"architecture {str(arch)[:60]!r} is not supported; known are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[arch]
+
+
+def build(ops: Ops) -> Model:
+    """The model that `ops.source` holds. Raises SourceError or PackDamaged naming what does not fit."""
+    source = ops.source
+    cls = check_architecture(source.metadata.get("general.architecture"))
+    config = read_config(
+        source.metadata,
+        vocab=source.spec("token_embd.weight").N,
+        tied="output.weight" not in source,
+        default_pattern=getattr(cls, "default_pattern", 0),
+        local_base=getattr(cls, "local_base", 0.0),
+    )
+    return cls(ops, config)

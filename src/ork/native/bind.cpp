@@ -1,10 +1,19 @@
 // The one file that knows Python. Everything it calls is plain C++ (see the headers beside it).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
 #include "dequant.h"
+#include "ops.h"
+#include "pool.h"
 #include "scan.h"
 
 namespace nb = nanobind;
@@ -40,6 +49,258 @@ nb::tuple py_scan_strings(Bytes src, uint64_t offset,
 }  // namespace
 // --- end of sources ---------------------------------------------------------------------------
 
+// --- kernels: arrays, KV cache, operations ----------------------------------------------------
+namespace {
+
+using namespace ork;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Codes = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const char* what) { if (!ok) throw nb::value_error(what); }
+
+std::unique_ptr<Array> array_from(Floats x) {
+    auto a = std::make_unique<Array>((int64_t)x.shape(0), (int64_t)x.shape(1));
+    for (int64_t i = 0; i < a->rows; i++) std::memcpy(a->mat().data + i * a->stride, x.data() + i * a->cols, sizeof(float) * a->cols);
+    return a;
+}
+
+std::unique_ptr<Array> like(const Array& x) { return std::make_unique<Array>(x.rows, x.cols); }
+
+Rotation rotation_of(const Array* signs, int64_t block, int64_t K) {
+    if (!signs) return {nullptr, 0};
+    require(signs->cols == K && block > 0 && (block & (block - 1)) == 0 && K % block == 0, "rotation does not fit the rows");
+    return {signs->mat().data, block};
+}
+
+void linear(const Array& x, const QuantisedRows* rows, const std::vector<const Slice*>& slices, const std::vector<Array*>& outs, nb::list biases) {
+    require(slices.size() == outs.size() && nb::len(biases) == outs.size(), "one output and one bias (or None) a slice");
+    std::vector<LinearJob> jobs;
+    for (size_t i = 0; i < slices.size(); i++) {
+        const Slice& s = *slices[i];
+        const Mat out = outs[i]->mat();
+        require(out.rows == x.rows && s.n0 + s.n <= out.stride, "output does not fit the slice");
+        if (s.codec == Codec::i8) require(rows && rows->M == x.rows && rows->Kp == s.Kp, "quantised rows do not fit the slice");
+        else require(x.cols <= s.Kp, "rows do not fit the slice");
+        const float* bias = nullptr;
+        if (!biases[i].is_none()) {
+            const Array& b = nb::cast<const Array&>(biases[i]);
+            require(s.n0 + s.n <= b.stride, "bias does not fit the slice");
+            bias = b.mat().data;
+        }
+        jobs.push_back({s, out, bias});
+    }
+    Rows view{};
+    if (rows) view = rows->view();
+    {
+        nb::gil_scoped_release unlocked;
+        op_linear(x.mat(), rows ? &view : nullptr, jobs);
+    }
+}
+
+// The k largest, best first, equal values by index: (indices, values).
+nb::tuple top_k(Floats logits, int64_t row, int64_t k) {
+    require(row >= 0 && row < (int64_t)logits.shape(0), "no such row");
+    const int64_t n = (int64_t)logits.shape(1);
+    const float* x = logits.data() + row * n;
+    if (k <= 0 || k > n) k = n;
+    std::vector<int32_t> order((size_t)n);
+    {
+        nb::gil_scoped_release unlocked;
+        for (int64_t i = 0; i < n; i++) order[i] = (int32_t)i;
+        auto better = [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
+        if (k < n) std::nth_element(order.begin(), order.begin() + k, order.end(), better);
+        std::sort(order.begin(), order.begin() + k, better);
+    }
+    nb::list ids, values;
+    for (int64_t i = 0; i < k; i++) { ids.append(order[i]); values.append(x[order[i]]); }
+    return nb::make_tuple(ids, values);
+}
+
+void bind_kernels(nb::module_& m) {
+    m.attr("KV_BLOCK") = KV_BLOCK;
+    m.def("isa_names", [] {
+        const char* names[8];
+        nb::list out;
+        for (int i = 0, n = kernel_names(names, 8); i < n; i++) out.append(names[i]);
+        return out;
+    });
+    m.def("isa", [] { return std::string(kernels()->name); });
+    m.def("choose_isa", [](const std::string& name) { require(choose_kernels(name.c_str()), "this processor does not run that instruction set"); });
+    m.def("threads", &pool_threads);
+    m.def("set_threads", [](int n) { require(n >= 1 && n <= 256, "threads must lie in 1..256"); nb::gil_scoped_release unlocked; pool_resize(n); });
+
+    nb::class_<Array>(m, "Array")
+        .def(nb::init<int64_t, int64_t>())
+        .def_static("of", &array_from)
+        .def_ro("rows", &Array::rows)
+        .def_ro("cols", &Array::cols)
+        .def("numpy", [](nb::handle self) {
+            const Array& a = nb::cast<const Array&>(self);
+            const size_t shape[2] = {(size_t)a.rows, (size_t)a.cols};
+            const int64_t strides[2] = {a.stride, 1};
+            return nb::ndarray<nb::numpy, float>(a.mat().data, 2, shape, self, strides);
+        });
+    nb::class_<QuantisedRows>(m, "QuantisedRows")
+        .def_ro("rows", &QuantisedRows::M)
+        .def_ro("width", &QuantisedRows::Kp)
+        .def("codes", [](nb::handle self) {
+            const QuantisedRows& r = nb::cast<const QuantisedRows&>(self);
+            const size_t shape[2] = {(size_t)r.M, (size_t)r.Kp};
+            return nb::ndarray<nb::numpy, int8_t>(r.codes, 2, shape, self);
+        })
+        .def("scales", [](nb::handle self) {
+            const QuantisedRows& r = nb::cast<const QuantisedRows&>(self);
+            const size_t shape[1] = {(size_t)r.M};
+            return nb::ndarray<nb::numpy, float>(r.scales, 1, shape, self);
+        })
+        .def_static("of", [](Codes codes) {
+            auto r = std::make_unique<QuantisedRows>((int64_t)codes.shape(0), (int64_t)codes.shape(1));
+            require(r->Kp % 32 == 0, "rows must be padded to a multiple of 32");
+            std::memcpy(r->codes, codes.data(), (size_t)(r->M * r->Kp));
+            for (int64_t i = 0; i < r->M; i++) {
+                int32_t sum = 0;
+                for (int64_t k = 0; k < r->Kp; k++) {
+                    sum += r->codes[i * r->Kp + k];
+                    r->full_range |= r->codes[i * r->Kp + k] == -128;
+                }
+                r->sums[i] = sum;
+                r->scales[i] = 1.0f;
+            }
+            return r;
+        });
+    nb::class_<Slice>(m, "Slice")
+        .def_ro("n0", &Slice::n0)
+        .def_ro("n", &Slice::n)
+        .def("__init__", [](Slice* self, int codec, uintptr_t codes, uintptr_t scales, int64_t Kp, int64_t ks, int32_t n0, int32_t n) {
+        require((codec == 0 || codec == 1) && codes % 64 == 0 && scales % 64 == 0, "codec or alignment");
+        require(Kp > 0 && Kp % 32 == 0 && ks > 0 && ks % 32 == 0 && Kp % ks == 0 && n0 >= 0 && n > 0 && n % 64 == 0, "slice shape");
+        new (self) Slice{(Codec)codec, (const uint8_t*)codes, (const float*)scales, Kp, ks, n0, n};
+    });
+    nb::class_<Batch>(m, "Batch").def("__init__", [](Batch* self, Ints positions, Ints slots, IntTable runs, IntTable table) {
+        new (self) Batch();
+        const int64_t M = (int64_t)positions.shape(0);
+        require((int64_t)slots.shape(0) == M && runs.shape(1) == 4, "batch shape");
+        self->positions.assign(positions.data(), positions.data() + M);
+        self->slots.assign(slots.data(), slots.data() + M);
+        self->table.assign(table.data(), table.data() + table.size());
+        self->table_stride = (int64_t)table.shape(1);
+        for (size_t i = 0; i < runs.shape(0); i++) {
+            const int32_t* r = runs.data() + 4 * i;
+            require(r[0] >= 0 && r[1] > 0 && (int64_t)r[0] + r[1] <= M && r[2] >= 0 && r[2] < (int64_t)table.shape(0) && r[3] >= 0 &&
+                        ((int64_t)r[3] + r[1] - 1) / KV_BLOCK < self->table_stride, "run outside of the batch or its block table");
+            self->runs.push_back({r[0], r[1], r[2], r[3]});
+        }
+    });
+    nb::class_<KvCache>(m, "KvCache")
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, bool>(), nb::arg("layers"), nb::arg("heads"), nb::arg("dim"), nb::arg("blocks"), nb::arg("half"))
+        .def_ro("blocks", &KvCache::blocks)
+        .def("block_bytes", &KvCache::block_bytes);
+
+    m.def("linear", &linear, nb::arg("x"), nb::arg("rows").none(), nb::arg("slices"), nb::arg("outs"), nb::arg("biases"));
+    m.def("accumulate", [](const QuantisedRows& rows, const Slice& s, nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+        require(s.codec == Codec::i8 && rows.Kp == s.Kp && (int64_t)out.shape(0) == rows.M && s.n0 + s.n <= (int64_t)out.shape(1), "accumulators do not fit");
+        nb::gil_scoped_release unlocked;
+        op_accumulate(rows.view(), s, out.data(), (int64_t)out.shape(1));
+    });
+    m.def("quantise", [](const Array& x, const Array* signs, int64_t block) {
+        const Rotation r = rotation_of(signs, block, x.cols);
+        auto q = std::make_unique<QuantisedRows>(x.rows, (x.cols + 31) / 32 * 32);
+        nb::gil_scoped_release unlocked;
+        op_quantise(x.mat(), r, *q);
+        return q;
+    }, nb::arg("x"), nb::arg("signs").none(), nb::arg("block"));
+    m.def("rotate", [](nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x, const Array& signs, int64_t block, bool inverse) {
+        const Rotation r = rotation_of(&signs, block, (int64_t)x.shape(1));
+        nb::gil_scoped_release unlocked;
+        const int64_t K = (int64_t)x.shape(1);
+        parallel_runs((int64_t)x.shape(0), [&](int64_t b, int64_t e, int) { kernels()->rotate(x.data() + b * K, e - b, K, K, r, inverse); });
+    }, nb::arg("x"), nb::arg("signs"), nb::arg("block"), nb::arg("inverse") = false);
+    m.def("rms_norm", [](const Array& x, const Array& w, float eps) {
+        require(w.cols == x.cols, "norm weight does not fit the rows");
+        auto out = like(x);
+        nb::gil_scoped_release unlocked;
+        op_rms_norm(x.mat(), w.mat().data, eps, out->mat());
+        return out;
+    });
+    m.def("head_norm", [](Array& x, const Array& w, float eps) {
+        require(w.cols > 0 && x.cols % w.cols == 0, "norm weight does not fit the heads");
+        nb::gil_scoped_release unlocked;
+        op_head_norm(x.mat(), w.cols, w.mat().data, eps);
+    });
+    m.def("rope_table", [](const Batch& b, const std::vector<double>& inv_freq, float magnitude) {
+        auto out = std::make_unique<Array>((int64_t)b.positions.size(), (int64_t)(2 * inv_freq.size()));
+        nb::gil_scoped_release unlocked;
+        op_rope_table(b, inv_freq, magnitude, out->mat());
+        return out;
+    });
+    m.def("rope", [](Array& x, int64_t dim, bool halves, const Array& table) {
+        require(dim > 0 && x.cols % dim == 0 && table.cols <= dim && table.cols % 2 == 0 && table.rows == x.rows, "rotary table does not fit the heads");
+        nb::gil_scoped_release unlocked;
+        op_rope(x.mat(), dim, table.cols, halves ? RopePairs::halves : RopePairs::adjacent, table.mat());
+    });
+    m.def("gate", [](int kind, const Array& g, const Array& u) {
+        require((kind == 0 || kind == 1) && g.rows == u.rows && g.cols == u.cols, "gate and value differ in shape");
+        auto out = like(g);
+        nb::gil_scoped_release unlocked;
+        op_gate((Gate)kind, g.mat(), u.mat(), out->mat());
+        return out;
+    });
+    m.def("add", [](const Array& a, const Array& b) {
+        require(a.rows == b.rows && a.cols == b.cols, "terms differ in shape");
+        auto out = like(a);
+        nb::gil_scoped_release unlocked;
+        op_add(a.mat(), b.mat(), out->mat());
+        return out;
+    });
+    m.def("scale", [](Array& x, float f) { nb::gil_scoped_release unlocked; op_scale(x.mat(), f); });
+    m.def("softcap", [](Array& x, float cap) { require(cap > 0, "soft cap must be positive"); nb::gil_scoped_release unlocked; op_softcap(x.mat(), cap); });
+    m.def("take", [](const Array& x, Ints rows) {
+        auto out = std::make_unique<Array>((int64_t)rows.shape(0), x.cols);
+        for (int64_t i = 0; i < out->rows; i++) {
+            require(rows.data()[i] >= 0 && rows.data()[i] < x.rows, "no such row");
+            std::memcpy(out->mat().data + i * out->stride, x.mat().data + rows.data()[i] * x.stride, sizeof(float) * x.stride);
+        }
+        return out;
+    });
+    m.def("gather", [](const std::vector<const Slice*>& slices, Ints ids, int64_t K, int64_t N, const Array* signs, int64_t block) {
+        const Rotation r = rotation_of(signs, block, K);
+        std::vector<Slice> views;
+        for (const Slice* s : slices) { require(K <= s->Kp, "rows do not fit the slice"); views.push_back(*s); }
+        for (size_t i = 0; i < ids.shape(0); i++) {
+            bool found = ids.data()[i] >= 0 && ids.data()[i] < N;
+            if (found) { found = false; for (const Slice& s : views) found |= ids.data()[i] >= s.n0 && ids.data()[i] < s.n0 + s.n; }
+            require(found, "token outside of the vocabulary");
+        }
+        auto out = std::make_unique<Array>((int64_t)ids.shape(0), K);
+        nb::gil_scoped_release unlocked;
+        op_gather(views, ids.data(), (int64_t)ids.shape(0), K, r, out->mat());
+        return out;
+    }, nb::arg("slices"), nb::arg("ids"), nb::arg("K"), nb::arg("N"), nb::arg("signs").none(), nb::arg("block"));
+    m.def("attention", [](KvCache& cache, int64_t layer, const Batch& b, const Array& q, const Array& k, const Array& v, int64_t heads, float scale, int64_t window, float softcap) {
+        require(layer >= 0 && layer < cache.layers && heads > 0 && heads % cache.heads == 0, "layer or heads");
+        require(q.rows == (int64_t)b.positions.size() && k.rows == q.rows && v.rows == q.rows, "rows differ from the batch");
+        require(q.cols == heads * cache.dim && k.cols == cache.heads * cache.dim && v.cols == k.cols, "heads differ from the cache");
+        for (int32_t t : b.table) require(t >= 0 && t < cache.blocks, "block outside of the cache");
+        for (int32_t s : b.slots) require(s >= 0 && s < cache.blocks * KV_BLOCK, "slot outside of the cache");
+        auto out = std::make_unique<Array>(q.rows, q.cols);
+        nb::gil_scoped_release unlocked;
+        op_attention(cache.layer(layer), b, q.mat(), k.mat(), v.mat(), heads, scale, window, softcap, out->mat());
+        return out;
+    });
+    m.def("top_k", &top_k);
+    m.def("softmax", [](const std::vector<float>& x, float inv_temperature) {
+        require(!x.empty(), "no values");
+        std::vector<float> out(x.size());
+        kernels()->softmax(x.data(), (int64_t)x.size(), inv_temperature, out.data());
+        return out;
+    });
+}
+
+}  // namespace
+// --- end of kernels ---------------------------------------------------------------------------
+
 NB_MODULE(_core, m) {
     m.doc() = "ork's kernels";
     // --- sources bindings ---
@@ -52,4 +313,5 @@ NB_MODULE(_core, m) {
     m.def("dequantise", &py_dequantise, nb::arg("type"), nb::arg("src"), nb::arg("out"), nb::arg("first") = 0);
     m.def("scan_strings", &py_scan_strings, nb::arg("src"), nb::arg("offset"), nb::arg("starts"), nb::arg("lengths"));
     // --- end of sources bindings ---
+    bind_kernels(m);
 }

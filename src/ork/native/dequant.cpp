@@ -43,7 +43,9 @@ ORK_INLINE float f16(const uint8_t* p) { return half(u16(p)); }
 
 // --- one function a type; `x` walks the blocks, `y` the floats ---------------------------------------------------
 
-void expand_f32(const uint8_t* x, float* y, size_t blocks) { std::memcpy(y, x, blocks * 4); }
+void expand_f32(const uint8_t* x, float* y, size_t blocks) {
+    if (blocks) std::memcpy(y, x, blocks * 4);
+}
 
 ORK_CLONES void expand_f16(const uint8_t* x, float* y, size_t blocks) {
     for (size_t i = 0; i < blocks; i++) {

@@ -1,1 +1,22 @@
-// placeholder
+// The kernels compiled for one instruction set (avx512).
+#include <immintrin.h>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include "kernels.h"
+
+namespace ork::isa_avx512 {
+namespace {
+#include "v16_avx512.h"
+#include "dot_avx512.h"
+constexpr int F32_ROWS = 8, ATT_ROWS = 8, ATT_NV = 2;   // what fits the registers
+#include "kernels_math.inl"
+#include "kernels_rows.inl"
+#include "kernels_linear.inl"
+#include "kernels_attention.inl"
+}  // namespace
+#include "kernels_table.inl"
+extern const Kernels table;
+const Kernels table = ORK_TABLE("avx512");
+}  // namespace ork::isa_avx512

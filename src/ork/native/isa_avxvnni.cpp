@@ -1,1 +1,22 @@
-// placeholder
+// The kernels compiled for one instruction set (avxvnni).
+#include <immintrin.h>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include "kernels.h"
+
+namespace ork::isa_avxvnni {
+namespace {
+#include "v16_avx2.h"
+#include "dot_avx2.h"
+constexpr int F32_ROWS = 3, ATT_ROWS = 4, ATT_NV = 1;   // what fits the registers
+#include "kernels_math.inl"
+#include "kernels_rows.inl"
+#include "kernels_linear.inl"
+#include "kernels_attention.inl"
+}  // namespace
+#include "kernels_table.inl"
+extern const Kernels table;
+const Kernels table = ORK_TABLE("avxvnni");
+}  // namespace ork::isa_avxvnni

@@ -1,1 +1,22 @@
-// placeholder
+// The kernels compiled for one instruction set (neon).
+#include <arm_neon.h>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include "kernels.h"
+
+namespace ork::isa_neon {
+namespace {
+#include "v16_neon.h"
+#include "dot_neon.h"
+constexpr int F32_ROWS = 3, ATT_ROWS = 4, ATT_NV = 1;   // what fits the registers
+#include "kernels_math.inl"
+#include "kernels_rows.inl"
+#include "kernels_linear.inl"
+#include "kernels_attention.inl"
+}  // namespace
+#include "kernels_table.inl"
+extern const Kernels table;
+const Kernels table = ORK_TABLE("neon");
+}  // namespace ork::isa_neon

@@ -1,1 +1,21 @@
-// placeholder
+// The kernels compiled for one instruction set (portable).
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include "kernels.h"
+
+namespace ork::isa_portable {
+namespace {
+#include "v16_portable.h"
+#include "dot_portable.h"
+constexpr int F32_ROWS = 2, ATT_ROWS = 2, ATT_NV = 1;   // what fits the registers
+#include "kernels_math.inl"
+#include "kernels_rows.inl"
+#include "kernels_linear.inl"
+#include "kernels_attention.inl"
+}  // namespace
+#include "kernels_table.inl"
+extern const Kernels table;
+const Kernels table = ORK_TABLE("portable");
+}  // namespace ork::isa_portable

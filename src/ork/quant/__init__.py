@@ -1,0 +1,1 @@
+"""Quantisers: pure functions from f32 rows to codes and scales."""

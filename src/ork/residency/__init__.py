@@ -1,0 +1,1 @@
+"""Which slices are where, and when."""

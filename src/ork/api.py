@@ -1,0 +1,156 @@
+"""The Python API: `ork.load(path)` gives a model that generates, chats and returns logits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ork import models
+from ork.build.cache import cached_pack
+from ork.build.convert import DEFAULT_MAX_RAM
+from ork.devices.cpu import CpuDevice
+from ork.engine.sampling import SamplingParams
+from ork.engine.session import Engine, Session, Stats
+from ork.errors import UsageError
+from ork.ops import Ops
+from ork.pack.reader import Pack
+from ork.residency.source import PackSource
+from ork.residency.stream import Stream
+
+from ork.text.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 4096
+DEVICES = ("auto", "cpu")
+
+
+class LoadedModel:
+    """A model in memory with its tokenizer. `close` lets the pack go; also a context manager."""
+
+    def __init__(
+        self, pack: Pack, *, device: str, threads: int | None, context: int | None, kv: str | None, sequences: int = 1
+    ):
+        if device not in DEVICES:
+            raise UsageError(f"--device {device}: known are {', '.join(DEVICES)}")
+        self.pack = pack
+        self.device = CpuDevice(threads)
+        self.source = PackSource(pack)
+        self.stream = Stream(self.source, self.device)
+        ops = Ops(self.stream, self.device)
+        self.model = models.build(ops)
+        config = self.model.config
+        if context is not None and not 1 <= context <= config.context:
+            raise UsageError(f"-c {context}: this model was trained for contexts of 1 to {config.context}")
+        self.context = context or min(config.context, DEFAULT_CONTEXT)
+        kv = kv or ("f32" if pack.recipe.get("default", {}).get("codec") == "f32" else "f16")
+        if kv not in ("f16", "f32"):
+            raise UsageError(f"--kv {kv}: known are f16, f32")
+        self.kv = kv
+        self.engine = Engine(ops, self.model, context=self.context, half=kv == "f16", sequences=sequences)
+        self.tokenizer = Tokenizer.load(pack.tokenizer)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = -1,
+        stop: Iterable[str] = (),
+        stats: Stats | None = None,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Text that follows `prompt`, piece by piece. Sampling as in `SamplingParams`; greedy by default."""
+        session = Session(self.engine, self.tokenizer)
+        try:
+            yield from session.generate(
+                self.tokenizer.encode(prompt), SamplingParams(**sampling), limit=max_tokens, stop=stop, stats=stats
+            )
+        finally:
+            self.engine.pool.truncate(session.seq, 0)
+
+    def chat(self, template: str | None = None) -> Chat:
+        """A conversation with a memory, in the model's own chat template (or a named one: chatml, gemma, llama3)."""
+        return Chat(self, template)
+
+    def logits(self, tokens: Seq[int], chunk: int = 512) -> npt.NDArray[np.float32]:
+        """Logits f32 [len(tokens), vocab] after each token."""
+        return self.engine.logits(tokens, chunk)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.pack.close()
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Chat:
+    """Messages so far; `send` answers the next one. What the cache holds of the conversation is not computed again."""
+
+    def __init__(self, model: LoadedModel, template: str | None = None):
+        t = model.tokenizer
+        source = ChatTemplate.named(template) if template else model.pack.chat_template
+        self.template = ChatTemplate(source, t.piece(t.bos) if t.bos is not None else "", _piece(t, t.eos))
+        self.model = model
+        self.messages: list[dict[str, str]] = []
+        self.session = Session(model.engine, t)
+
+    def send(
+        self,
+        text: str,
+        *,
+        max_tokens: int = -1,
+        stop: Iterable[str] = (),
+        stats: Stats | None = None,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """The answer, piece by piece; the part that was yielded becomes the assistant's message."""
+        self.messages.append({"role": "user", "content": text})
+        prompt = self.model.tokenizer.encode(self.template.render(self.messages), bos=False)
+        answer: list[str] = []
+        try:
+            for piece in self.session.generate(
+                prompt, SamplingParams(**sampling), limit=max_tokens, stop=stop, stats=stats
+            ):
+                answer.append(piece)
+                yield piece
+        except UsageError:
+            self.messages.pop()
+            raise
+        finally:
+            if self.messages and self.messages[-1]["role"] == "user":
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
+
+
+def _piece(tokenizer: Tokenizer, token: int | None) -> str:
+    return tokenizer.piece(token) if token is not None else ""
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    codec: str = "i8",
+    rotate: bool = True,
+    device: str = "auto",
+    threads: int | None = None,
+    n_ctx: int | None = None,
+    kv: str | None = None,
+    sequences: int = 1,
+    max_ram: int = DEFAULT_MAX_RAM,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Opens a pack; a GGUF file or Hugging Face folder is converted once into the cache.
+
+    `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
+    """
+    pack = cached_pack(Path(path), codec=codec, rotate=rotate, max_ram=max_ram, progress=progress)
+    return LoadedModel(
+        Pack.open(pack), device=device, threads=threads, context=n_ctx, kv=kv, sequences=sequences
+    )

@@ -1,0 +1,70 @@
+"""Packs that were made from a source on the way to running it, kept under `$ORK_HOME` or `~/.cache/ork`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from ork.build.convert import convert
+from ork.errors import UsageError
+from ork.pack.format import MAGIC
+from ork.quant.recipe import builtin
+from ork.sources.base import open_source
+
+
+def home() -> Path:
+    """Where ork keeps what it fetched and made."""
+    return Path(os.environ.get("ORK_HOME") or Path.home() / ".cache" / "ork")
+
+
+def is_pack(path: Path) -> bool:
+    """Whether the file says of itself that it is a pack, or is named like one."""
+    if path.suffix == ".orkpack":
+        return True
+    try:
+        with path.open("rb") as f:
+            return f.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def cached_pack(
+    path: Path,
+    *,
+    codec: str,
+    rotate: bool,
+    max_ram: int,
+    progress: Callable[[int, int], None] | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> Path:
+    """The pack of a model: `path` itself if it is one, else the cache's, converted now if it is not there.
+
+    `announce` is told once what is about to be converted, and where to. The name holds the source's identity, so a
+    changed source is converted again.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file or folder")
+    if path.is_file() and is_pack(path):
+        return path
+    with contextlib.closing(open_source(path)) as source:
+        recipe = builtin(codec, rotate=rotate)
+        plain = "" if recipe.default.rotate or codec == "f32" else "-norotate"
+        stem = path.stem if path.is_file() else path.name
+        # The digest covers the headers; size and time of the files stand for the data, which is not read for a name.
+        stamp = xxhash.xxh3_64_hexdigest(repr((source.digest(), _stamps(path))))
+        target = home() / "packs" / f"{stem}-{stamp}-{codec}{plain}.orkpack"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if announce:
+                announce(f"converting {path.name} once, into {target}")
+            convert(source, target, recipe, max_ram=max_ram, progress=progress)
+    return target
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]

@@ -1,0 +1,68 @@
+"""The Device protocol: what residency and ops see of a CPU or an NPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ork import native
+
+Handle = Any  # a placed slice; only the device that made it looks inside
+
+
+@dataclass(frozen=True, slots=True)
+class SliceSpec:
+    """Columns [n0, n1) of one weight tensor, as its blob holds them (docs/pack-format.md, "Slice").
+
+    K is logical, Kp padded to 32; ks is the length of a K slice; group 0 means one scale per channel.
+    """
+
+    tensor: str
+    codec: str
+    K: int
+    Kp: int
+    ks: int
+    n0: int
+    n1: int
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a device can hold: `domains` windows of `bytes_per_domain` (0: no limit of its own)."""
+
+    domains: int
+    bytes_per_domain: int
+
+
+class Device(Protocol):
+    """Holds slices and multiplies rows with them. All results are equal to the last bit on every device."""
+
+    name: str
+
+    def place(
+        self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0, slot: int | None = None
+    ) -> Handle: ...
+
+    def free(self, handle: Handle) -> None: ...
+
+    def linear(
+        self,
+        handles: list[Handle],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: list[native.Array],
+        biases: list[native.Array | None],
+    ) -> None:
+        """outs[i][:, n0:n1] = x @ slice i (+ biases[i]); `rows` is x quantised, needed by quantised codecs."""
+
+    def accumulators(self, handle: Handle, a8: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
+        """Exact int32 sums [M, n1 - n0] of int8 rows [M, Kp], all of [-128, 127] allowed."""
+
+    def fence(self) -> None:
+        """Returns when everything submitted is done."""
+
+    def capacity(self) -> Capacity: ...

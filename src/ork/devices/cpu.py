@@ -1,0 +1,90 @@
+"""The host CPU: slices are used where they lie, in the mapped pack."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ork import native, tiles
+from ork.devices.base import Capacity, SliceSpec
+from ork.errors import UsageError
+
+CODEC_IDS = {"f32": 0, "i8": 1}
+SYS_CPU = Path("/sys/devices/system/cpu")
+
+
+def default_threads(sys_cpu: Path = SYS_CPU) -> int:
+    """Physical cores this process may run on; on big.LITTLE those of the highest capacity only.
+
+    A slow core in a team of equal shares sets the pace of all: on an RK3588 the four A76 alone beat all eight.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    cores: dict[tuple[str, str], int] = {}
+    for cpu in allowed:
+        folder = sys_cpu / f"cpu{cpu}"
+        place = tuple(_read(folder / "topology" / f) or str(cpu) for f in ("physical_package_id", "core_id"))
+        cores[place[0], place[1]] = int(_read(folder / "cpu_capacity") or 0)
+    top = max(cores.values(), default=0)
+    return max(1, sum(1 for c in cores.values() if c == top))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+class CpuDevice:
+    """Computes on the host's cores with the instruction set chosen at run time."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None):
+        count = default_threads() if threads is None else threads
+        if not 1 <= count <= 256:
+            raise UsageError(f"--threads {count}: give a number from 1 to 256")
+        native.set_threads(count)
+        self.threads = count
+        self.isa = native.isa()
+
+    def place(
+        self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0, slot: int | None = None
+    ) -> native.Slice:
+        """A handle on the blob where it lies; the caller keeps the memory alive."""
+        if spec.codec not in CODEC_IDS:
+            raise UsageError(f"{spec.tensor}: the CPU device has no codec {spec.codec!r}")
+        n = tiles.pad_n(spec.n1 - spec.n0)
+        layout = tiles.slice_layout(spec.codec, spec.K, n, spec.group)
+        at = blob.ctypes.data
+        return native.Slice(
+            CODEC_IDS[spec.codec], at, at + layout.channel.offset, spec.Kp, min(spec.ks, spec.Kp), spec.n0, n
+        )
+
+    def free(self, handle: native.Slice) -> None:
+        """Nothing to give back: the slice lies in the mapped pack."""
+
+    def linear(
+        self,
+        handles: list[native.Slice],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: list[native.Array],
+        biases: list[native.Array | None],
+    ) -> None:
+        native.linear(x, rows, handles, outs, biases)
+
+    def accumulators(self, handle: native.Slice, a8: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
+        rows = native.QuantisedRows.of(np.ascontiguousarray(a8))
+        out = np.zeros((a8.shape[0], handle.n0 + handle.n), np.int32)
+        native.accumulate(rows, handle, out)
+        return out[:, handle.n0 :]
+
+    def fence(self) -> None:
+        """Every call returns when it is done."""
+
+    def capacity(self) -> Capacity:
+        return Capacity(domains=1, bytes_per_domain=0)

@@ -1,0 +1,86 @@
+"""The KV cache: a pool of blocks of 256 positions, and a block table per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from ork import native
+from ork.errors import UsageError
+from ork.models import Rows
+
+BLOCK = native.KV_BLOCK
+
+
+class Sequence:
+    """A sequence's place in the pool: its blocks, and how many positions they hold."""
+
+    __slots__ = ("blocks", "length")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.length = 0
+
+
+class KvPool:
+    """Blocks for any number of sequences, `positions` in all (rounded up to whole blocks)."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, positions: int, *, half: bool):
+        count = -(-positions // BLOCK)
+        try:
+            self.cache = native.KvCache(layers, kv_heads, head_dim, count, half)
+        except MemoryError:
+            raise UsageError(
+                f"a KV cache of {positions} positions does not fit the address space: give a smaller -c"
+            ) from None
+        self._free = list(range(count - 1, -1, -1))
+        self.positions = count * BLOCK
+
+    @property
+    def nbytes_per_block(self) -> int:
+        return self.cache.block_bytes()
+
+    @property
+    def used_blocks(self) -> int:
+        return self.cache.blocks - len(self._free)
+
+    def grow(self, seq: Sequence, length: int) -> None:
+        """Gives `seq` blocks for `length` positions. Raises UsageError when the pool is empty."""
+        need = -(-length // BLOCK) - len(seq.blocks)
+        if need > len(self._free):
+            raise UsageError(f"the KV cache is full at {self.positions} positions: give a larger -c")
+        for _ in range(need):
+            seq.blocks.append(self._free.pop())
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Forgets positions from `length` on and takes back whole blocks behind it."""
+        if not 0 <= length <= seq.length:
+            raise ValueError(f"cannot cut a sequence of {seq.length} to {length}")
+        seq.length = length
+        keep = -(-length // BLOCK)
+        self._free.extend(reversed(seq.blocks[keep:]))
+        del seq.blocks[keep:]
+
+    def rows(self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool) -> Rows:
+        """The flat batch that appends each part's tokens to its sequence, and wants all rows or the last of each part."""
+        tokens, positions, slots, runs, wanted = [], [], [], [], []
+        row = 0
+        for i, (seq, part) in enumerate(parts):
+            n, start = len(part), seq.length
+            self.grow(seq, start + n)
+            at = np.arange(start, start + n, dtype=np.int32)
+            tokens.append(np.asarray(part, np.int32))
+            positions.append(at)
+            slots.append(np.asarray(seq.blocks, np.int32)[at // BLOCK] * np.int32(BLOCK) + at % BLOCK)
+            runs.append((row, n, i, start))
+            wanted.append(np.arange(row, row + n) if every else np.array([row + n - 1]))
+            row += n
+            seq.length += n
+        table = np.zeros((len(parts), max(len(s.blocks) for s, _ in parts)), np.int32)
+        for i, (seq, _) in enumerate(parts):
+            table[i, : len(seq.blocks)] = seq.blocks
+        batch = native.Batch(
+            np.concatenate(positions), np.concatenate(slots), np.array(runs, np.int32), np.ascontiguousarray(table)
+        )
+        return Rows(np.concatenate(tokens), batch, np.concatenate(wanted).astype(np.int32))

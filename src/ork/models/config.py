@@ -1,0 +1,147 @@
+"""A model's shape, read from GGUF metadata and checked before anything is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ork.errors import SourceError
+
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 20
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How positions are stretched: 'none', or 'linear' by `factor`. llama3's comes as a tensor of divisors."""
+
+    kind: str = "none"
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes in elements, eps and bases as the model was trained; `window` 0 means no sliding window."""
+
+    arch: str
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    eps: float
+    rope_base: float
+    rope_dim: int
+    rope_scaling: RopeScaling
+    window: int
+    window_pattern: tuple[bool, ...]  # per layer: does it use the window
+    local_rope_base: float
+    attention_scale: float
+    attention_softcap: float
+    final_softcap: float
+    tied: bool
+
+
+class _Reader:
+    def __init__(self, metadata: Mapping[str, object], arch: str):
+        self.metadata = metadata
+        self.arch = arch
+
+    def number(self, key: str, default: float | None = None) -> float:
+        name = f"{self.arch}.{key}"
+        value = self.metadata.get(name, default)
+        if isinstance(value, np.ndarray) and value.size and bool(np.all(value == value[0])):
+            value = value[0].item()  # a per-layer array whose layers agree
+        if value is None:
+            raise SourceError(f"metadata: {name} is missing, so this is not a complete {self.arch} model")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+            raise SourceError(f"metadata: {name} = {str(value)[:60]!r} is not one number for all layers")
+        return value
+
+    def count(self, key: str, default: int | None = None, top: int = MAX_WIDTH, least: int = 1) -> int:
+        value = self.number(key, default)
+        if value != int(value) or not least <= value <= top:
+            raise SourceError(f"metadata: {self.arch}.{key} = {value} lies outside of {least}..{top}")
+        return int(value)
+
+
+def read_config(
+    metadata: Mapping[str, object], vocab: int, tied: bool, *, default_pattern: int = 0, local_base: float = 0.0
+) -> Config:
+    """The shape of a model whose embedding has `vocab` rows; `tied` if it has no output tensor of its own.
+
+    `default_pattern` n: where the metadata has a window but no pattern, every n-th layer is global; 0: all are local.
+    Raises SourceError naming the key that is missing or makes no sense.
+    """
+    arch = str(metadata["general.architecture"])
+    read = _Reader(metadata, arch)
+    layers = read.count("block_count", top=MAX_LAYERS)
+    width = read.count("embedding_length")
+    heads = read.count("attention.head_count", top=1024)
+    kv_heads = read.count("attention.head_count_kv", heads, top=heads)
+    if heads % kv_heads:
+        raise SourceError(f"metadata: {heads} query heads cannot share {kv_heads} key heads")
+    key_length = f"{arch}.attention.key_length"
+    if key_length not in metadata and width % heads:
+        raise SourceError(f"metadata: width {width} does not divide into {heads} heads and {key_length} is missing")
+    head_dim = read.count("attention.key_length", max(1, width // heads), top=1024)
+    if read.count("attention.value_length", head_dim, top=1024) != head_dim:
+        raise SourceError(f"metadata: {arch}.attention.value_length differs from the key length {head_dim}")
+    rope_dim = read.count("rope.dimension_count", head_dim, top=head_dim, least=2)
+    window = read.count("attention.sliding_window", 0, top=1 << 30, least=0)
+    return Config(
+        arch=arch,
+        layers=layers,
+        width=width,
+        ffn=read.count("feed_forward_length"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        context=read.count("context_length", top=1 << 30),
+        eps=read.number("attention.layer_norm_rms_epsilon"),
+        rope_base=_positive(read, "rope.freq_base", 10000.0),
+        rope_dim=rope_dim - rope_dim % 2,
+        rope_scaling=_scaling(read),
+        window=window,
+        window_pattern=_pattern(read, layers, window, default_pattern),
+        local_rope_base=_positive(read, "rope.freq_base_swa", local_base or 10000.0),
+        attention_scale=read.number("attention.scale", 0.0) or head_dim**-0.5,
+        attention_softcap=read.number("attn_logit_softcapping", 0.0),
+        final_softcap=read.number("final_logit_softcapping", 0.0),
+        tied=tied,
+    )
+
+
+def _positive(read: _Reader, key: str, default: float) -> float:
+    value = read.number(key, default)
+    if value <= 0:
+        raise SourceError(f"metadata: {read.arch}.{key} = {value} must be positive")
+    return value
+
+
+def _scaling(read: _Reader) -> RopeScaling:
+    kind = str(read.metadata.get(f"{read.arch}.rope.scaling.type", "none"))
+    if kind in ("none", ""):
+        factor = read.number("rope.scale_linear", 1.0)  # the key's older name
+        return RopeScaling("linear", factor) if factor != 1.0 else RopeScaling()
+    if kind == "linear":
+        return RopeScaling("linear", _positive(read, "rope.scaling.factor", 1.0))
+    raise SourceError(f"metadata: rope scaling {kind!r} is not supported; known are none, linear and llama3")
+
+
+def _pattern(read: _Reader, layers: int, window: int, default_pattern: int) -> tuple[bool, ...]:
+    if not window:
+        return (False,) * layers
+    value = read.metadata.get(f"{read.arch}.attention.sliding_window_pattern")
+    if isinstance(value, np.ndarray):
+        if value.size < layers:
+            raise SourceError(f"metadata: the sliding window pattern names {value.size} of {layers} layers")
+        return tuple(bool(v) for v in value[:layers])
+    every = value if isinstance(value, int) and not isinstance(value, bool) else default_pattern
+    return tuple(not every or (i + 1) % every != 0 for i in range(layers))

@@ -1,0 +1,118 @@
+"""Blocks that architectures share: attention with grouped heads, the gated feed-forward, the model's frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ork.models.config import Config
+from ork.ops import Array, Batch, Ops, Weight, inverse_frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A flat batch: token, position and sequence of each row, and the rows whose logits are wanted."""
+
+    tokens: npt.NDArray[np.int32]
+    batch: Batch
+    wanted: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Inverse frequencies of one rotary embedding and how it pairs dimensions."""
+
+    inv_freq: list[float]
+    halves: bool
+
+
+class Model(Protocol):
+    """An architecture: built once from ops and a config, then called with rows."""
+
+    config: Config
+
+    def __init__(self, ops: Ops, config: Config) -> None: ...
+
+    def forward(self, rows: Rows) -> Array:
+        """Logits [len(rows.wanted), vocab]."""
+
+
+def make_rope(ops: Ops, config: Config, *, halves: bool, base: float | None = None, factor: float | None = None) -> Rope:
+    """The model's rotary embedding: linear scaling divides all frequencies, `rope_freqs.weight` (llama3) each by its own."""
+    stretch = config.rope_scaling.factor if factor is None else factor
+    freqs = [f / stretch for f in inverse_frequencies(base or config.rope_base, config.rope_dim)]
+    if "rope_freqs.weight" in ops.source:
+        divisors = ops.vector("rope_freqs.weight", len(freqs)).numpy()[0].tolist()
+        freqs = [f / d for f, d in zip(freqs, divisors)]
+    return Rope(freqs, halves)
+
+
+class Attention:
+    """Grouped-query attention with optional biases and query/key norms."""
+
+    def __init__(self, ops: Ops, c: Config, layer: int, *, window: int = 0, qk_norm: bool = False):
+        at = f"blk.{layer}."
+        self.ops, self.config, self.layer, self.window = ops, c, layer, window
+        q_width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.q = ops.weight(f"{at}attn_q.weight", q_width, c.width, f"{at}attn_q.bias")
+        self.k = ops.weight(f"{at}attn_k.weight", kv_width, c.width, f"{at}attn_k.bias")
+        self.v = ops.weight(f"{at}attn_v.weight", kv_width, c.width, f"{at}attn_v.bias")
+        self.o = ops.weight(f"{at}attn_output.weight", c.width, q_width, f"{at}attn_output.bias")
+        self.q_norm = ops.vector(f"{at}attn_q_norm.weight", c.head_dim) if qk_norm else None
+        self.k_norm = ops.vector(f"{at}attn_k_norm.weight", c.head_dim) if qk_norm else None
+
+    def __call__(self, x: Array, batch: Batch, table: Array, halves: bool) -> Array:
+        ops, c = self.ops, self.config
+        q, k, v = ops.linear(x, self.q, self.k, self.v)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = ops.head_norm(q, self.q_norm, c.eps), ops.head_norm(k, self.k_norm, c.eps)
+        q = ops.rope(q, c.head_dim, table, halves=halves)
+        k = ops.rope(k, c.head_dim, table, halves=halves)
+        y = ops.attention(
+            self.layer,
+            batch,
+            q,
+            k,
+            v,
+            c.heads,
+            scale=c.attention_scale,
+            window=self.window,
+            softcap=c.attention_softcap,
+        )
+        return ops.linear(y, self.o)[0]
+
+
+class FeedForward:
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, ops: Ops, c: Config, layer: int, act: str):
+        at = f"blk.{layer}."
+        self.ops, self.act = ops, act
+        self.gate = ops.weight(f"{at}ffn_gate.weight", c.ffn, c.width, f"{at}ffn_gate.bias")
+        self.up = ops.weight(f"{at}ffn_up.weight", c.ffn, c.width, f"{at}ffn_up.bias")
+        self.down = ops.weight(f"{at}ffn_down.weight", c.width, c.ffn, f"{at}ffn_down.bias")
+
+    def __call__(self, x: Array) -> Array:
+        g, u = self.ops.linear(x, self.gate, self.up)
+        return self.ops.linear(self.ops.gate(self.act, g, u), self.down)[0]
+
+
+class Ends:
+    """The embedding in front and the norm and head behind; a tied head is the embedding's own tensor."""
+
+    def __init__(self, ops: Ops, c: Config):
+        self.ops, self.config = ops, c
+        self.embedding: Weight = ops.weight("token_embd.weight", c.vocab, c.width)
+        self.norm = ops.vector("output_norm.weight", c.width)
+        self.head = self.embedding if c.tied else ops.weight("output.weight", c.vocab, c.width, "output.bias")
+
+    def embed(self, rows: Rows) -> Array:
+        return self.ops.embed(self.embedding, rows.tokens)
+
+    def logits(self, x: Array, rows: Rows) -> Array:
+        ops, c = self.ops, self.config
+        y = ops.linear(ops.norm(ops.take(x, rows.wanted), self.norm, c.eps), self.head)[0]
+        return ops.softcap(y, c.final_softcap) if c.final_softcap else y

@@ -1,0 +1,39 @@
+"""Llama: pre-norm blocks, rotary pairs (2i, 2i + 1), SiLU gates. SmolLM2, TinyLlama, Llama 2 and 3, Mistral."""
+
+from __future__ import annotations
+
+from ork.models.config import Config
+from ork.models.layers import Attention, Ends, FeedForward, Rows, make_rope
+from ork.ops import Array, Ops
+
+
+class Block:
+    def __init__(self, ops: Ops, c: Config, i: int, *, qk_norm: bool = False):
+        self.ops, self.eps = ops, c.eps
+        self.attn_norm = ops.vector(f"blk.{i}.attn_norm.weight", c.width)
+        self.attn = Attention(ops, c, i, window=c.window if c.window_pattern[i] else 0, qk_norm=qk_norm)
+        self.ffn_norm = ops.vector(f"blk.{i}.ffn_norm.weight", c.width)
+        self.ffn = FeedForward(ops, c, i, "silu")
+
+    def __call__(self, x: Array, rows: Rows, table: Array, halves: bool) -> Array:
+        ops = self.ops
+        x = ops.add(x, self.attn(ops.norm(x, self.attn_norm, self.eps), rows.batch, table, halves))
+        return ops.add(x, self.ffn(ops.norm(x, self.ffn_norm, self.eps)))
+
+
+class Llama:
+    halves = False
+    qk_norm = False
+
+    def __init__(self, ops: Ops, config: Config):
+        self.ops, self.config = ops, config
+        self.rope = make_rope(ops, config, halves=self.halves)
+        self.ends = Ends(ops, config)
+        self.blocks = [Block(ops, config, i, qk_norm=self.qk_norm) for i in range(config.layers)]
+
+    def forward(self, rows: Rows) -> Array:
+        x = self.ends.embed(rows)
+        table = self.ops.rope_table(rows.batch, self.rope.inv_freq)
+        for block in self.blocks:
+            x = block(x, rows, table, self.rope.halves)
+        return self.ends.logits(x, rows)

@@ -1,0 +1,45 @@
+// int8 tiles on NEON: sdot where the processor has it (__ARM_FEATURE_DOTPROD), else smull and sadalp; both exact.
+#pragma once
+#include <arm_neon.h>
+#include <cstdint>
+#include <utility>
+
+constexpr int PANEL_ROWS = 4;
+constexpr int CORRECTION = 0;
+
+static inline int32x4_t dot16(int32x4_t acc, int8x16_t w, int8x16_t a) {
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_s32(acc, w, a);
+#else
+    acc = vpadalq_s16(acc, vmull_s8(vget_low_s8(w), vget_low_s8(a)));
+    return vpadalq_s16(acc, vmull_high_s8(w, a));
+#endif
+}
+
+template <int MR, int NC, size_t... J>
+static inline void tile_pass(const int8_t* a, int64_t lda, const uint8_t* w, int64_t blocks, int32_t (*out)[32], int column, std::index_sequence<J...>) {
+    int32x4_t acc[MR * NC] = {((void)J, vdupq_n_s32(0))...};
+    const uint8_t* end = w + blocks * 1024;
+    do {
+        int8x16_t lo[MR], hi[MR];
+        for (int m = 0; m < MR; m++) { lo[m] = vld1q_s8(a + m * lda); hi[m] = vld1q_s8(a + m * lda + 16); }
+        int8x16_t u, v;
+        (([&] {
+             if constexpr (J % MR == 0) { u = vld1q_s8((const int8_t*)w + 32 * (J / MR)); v = vld1q_s8((const int8_t*)w + 32 * (J / MR) + 16); }
+             acc[J] = dot16(dot16(acc[J], u, lo[J % MR]), v, hi[J % MR]);
+         }()), ...);
+        w += 1024;
+        a += 32;
+    } while (w != end);
+    for (int c = 0; c < NC; c += 4)
+        for (int m = 0; m < MR; m++) {
+            int32x4_t s = vpaddq_s32(vpaddq_s32(acc[c * MR + m], acc[(c + 1) * MR + m]), vpaddq_s32(acc[(c + 2) * MR + m], acc[(c + 3) * MR + m]));
+            int32_t* o = out[m] + column + c;
+            vst1q_s32(o, vaddq_s32(vld1q_s32(o), s));
+        }
+}
+
+template <int MR> static inline void tile_i8(const int8_t* a, int64_t lda, const uint8_t* w, int64_t blocks, int32_t (*out)[32], bool) {
+    constexpr int NC = MR == 1 ? 8 : 4;
+    for (int c = 0; c < 32; c += NC) tile_pass<MR, NC>(a, lda, w + 32 * c, blocks, out, c, std::make_index_sequence<MR * NC>());
+}

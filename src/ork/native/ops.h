@@ -1,0 +1,92 @@
+// The operations that devices/cpu.py calls: the kernels spread over the pool, on buffers that Python holds opaquely.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+#include "kernels.h"
+
+namespace ork {
+
+// Aligned memory from a free list by size: a forward pass makes hundreds of short-lived arrays of a few sizes.
+class Buffer {
+  public:
+    explicit Buffer(size_t bytes);
+    ~Buffer();
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    char* data() const { return data_; }
+
+  private:
+    char* data_;
+    size_t bytes_;
+};
+
+// f32 [rows][cols], each row padded with zeros to a multiple of 64 columns.
+class Array {
+  public:
+    Array(int64_t rows, int64_t cols);
+    Mat mat() const { return {(float*)buffer_.data(), rows, cols, stride}; }
+    const int64_t rows, cols, stride;
+
+  private:
+    Buffer buffer_;
+};
+
+class QuantisedRows {
+  public:
+    QuantisedRows(int64_t M, int64_t Kp);
+    Rows view() const { return {codes, scales, sums, M, Kp, full_range}; }
+    const int64_t M, Kp;
+    bool full_range = false;
+    int8_t* codes;
+    float* scales;
+    int32_t* sums;
+
+  private:
+    Buffer buffer_;
+};
+
+// A batch of rows: positions, KV slots, and runs of consecutive positions of one sequence.
+struct Batch {
+    std::vector<int32_t> positions, slots, table;
+    std::vector<Tile> runs;
+    int64_t table_stride = 0;
+};
+
+// K and V of every layer, in blocks of 256 positions; pages come into being when first written.
+class KvCache {
+  public:
+    KvCache(int64_t layers, int64_t heads, int64_t dim, int64_t blocks, bool half);
+    ~KvCache();
+    KvCache(const KvCache&) = delete;
+    KvCache& operator=(const KvCache&) = delete;
+    KvLayer layer(int64_t i) const;
+    int64_t block_bytes() const;   // of one block in all layers
+    const int64_t layers, heads, dim, blocks;
+    const bool half;
+
+  private:
+    int64_t key_bytes() const;
+    int64_t value_bytes() const;
+    char* memory_;
+    size_t bytes_;
+};
+
+struct LinearJob { Slice slice; Mat out; const float* bias; };
+
+void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& jobs);
+void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t stride);
+void op_quantise(const Mat& x, const Rotation& rotation, QuantisedRows& out);
+void op_rms_norm(const Mat& x, const float* weight, float eps, const Mat& out);
+void op_head_norm(const Mat& x, int64_t dim, const float* weight, float eps);
+void op_rope_table(const Batch& batch, const std::vector<double>& inv_freq, float magnitude, const Mat& out);
+void op_rope(const Mat& x, int64_t dim, int64_t rotated, RopePairs pairs, const Mat& table);
+void op_gate(Gate kind, const Mat& g, const Mat& u, const Mat& out);
+void op_add(const Mat& a, const Mat& b, const Mat& out);
+void op_scale(const Mat& x, float factor);
+void op_softcap(const Mat& x, float cap);
+void op_gather(const std::vector<Slice>& slices, const int32_t* ids, int64_t count, int64_t K, const Rotation& rotation, const Mat& out);
+void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat& k, const Mat& v, int64_t heads, float scale, int64_t window, float softcap, const Mat& out);
+
+}  // namespace ork

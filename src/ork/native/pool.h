@@ -1,0 +1,27 @@
+// A pool of threads that spins briefly, then sleeps. The caller is worker 0.
+#pragma once
+#include <type_traits>
+#include <cstdint>
+
+namespace ork {
+
+// A reference to a callable (begin, end, worker), valid for the call only.
+class RangeTask {
+  public:
+    template <class F> RangeTask(F&& f) : object_(&f), call_([](void* o, int64_t b, int64_t e, int w) { (*(std::remove_reference_t<F>*)o)(b, e, w); }) {}
+    void operator()(int64_t b, int64_t e, int w) const { call_(object_, b, e, w); }
+
+  private:
+    void* object_;
+    void (*call_)(void*, int64_t, int64_t, int);
+};
+
+int pool_threads();
+void pool_resize(int threads);   // joins the old threads; 1 = everything on the caller
+
+// Contiguous equal runs, one a worker: what decode wants, each thread walking its own stretch of memory.
+void parallel_runs(int64_t count, RangeTask task);
+// Chunks of `grain` taken from a counter: for uneven work.
+void parallel_chunks(int64_t count, int64_t grain, RangeTask task);
+
+}  // namespace ork

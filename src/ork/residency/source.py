@@ -1,0 +1,45 @@
+"""A pack as a source of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from ork.devices.base import SliceSpec
+from ork.pack.reader import Pack
+from ork.residency.stream import TensorSpec
+
+
+class PackSource:
+    """Slices of an open pack, in place: blobs are views of the mapping, hashed on first use."""
+
+    def __init__(self, pack: Pack):
+        self.pack = pack
+        self._specs: dict[str, TensorSpec] = {}
+        self._entries: dict[str, list[int]] = {}
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        return self.pack.metadata
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.pack
+
+    def spec(self, name: str) -> TensorSpec:
+        held = self._specs.get(name)
+        if held is None:
+            t = self.pack.tensor(name)
+            slices = tuple(SliceSpec(name, t.codec, t.K, t.Kp, t.ks, s.n0, s.n1, t.group) for s in t.slices)
+            held = TensorSpec(name, t.codec, t.N, t.K, t.rotation, t.act_group, slices)
+            self._specs[name] = held
+            self._entries[name] = [s.entry for s in t.slices]
+        return held
+
+    def blob(self, name: str, index: int) -> npt.NDArray[np.uint8]:
+        self.spec(name)
+        return self.pack.slice(self._entries[name][index])
+
+    def raw(self, name: str) -> npt.NDArray[np.generic]:
+        return self.pack.raw(name)
