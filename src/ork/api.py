@@ -23,6 +23,7 @@ from ork.pack.reader import Pack
 from ork.residency.source import PackSource
 from ork.residency.stream import Stream
 
+from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
@@ -96,8 +97,7 @@ class Chat:
 
     def __init__(self, model: LoadedModel, template: str | None = None):
         t = model.tokenizer
-        source = ChatTemplate.named(template) if template else model.pack.chat_template
-        self.template = ChatTemplate(source, t.piece(t.bos) if t.bos is not None else "", _piece(t, t.eos))
+        self.template = ChatTemplate.of(model.pack.metadata, _piece(t, t.bos), _piece(t, t.eos), template)
         self.model = model
         self.messages: list[dict[str, str]] = []
         self.session = Session(model.engine, t)

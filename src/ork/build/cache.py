@@ -55,7 +55,7 @@ def cached_pack(
         plain = "" if recipe.default.rotate or codec == "f32" else "-norotate"
         stem = path.stem if path.is_file() else path.name
         # The digest covers the headers; size and time of the files stand for the data, which is not read for a name.
-        stamp = xxhash.xxh3_64_hexdigest(repr((source.digest(), _stamps(path))))
+        stamp = xxhash.xxh3_64_hexdigest(repr((source.digest(), _stamps(path))).encode())
         target = home() / "packs" / f"{stem}-{stamp}-{codec}{plain}.orkpack"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)

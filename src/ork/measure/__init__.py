@@ -1,0 +1,1 @@
+"""Numbers about a model that runs: speed here, quality and traces later."""

@@ -1,0 +1,5 @@
+import sys
+
+from ork.cli.main import main
+
+sys.exit(main())

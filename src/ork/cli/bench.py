@@ -1,0 +1,64 @@
+"""`ork bench`: prefill (ppN) and decode (tgN) rates, as llama-bench names and prints them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ork.cli.common import add_device, add_model, progress_bar, resolve, say, size_text
+from ork.errors import UsageError
+
+
+def add(sub: argparse.ArgumentParser) -> None:
+    add_model(sub)
+    sub.add_argument("-p", "--n-prompt", type=int, default=512, metavar="N", help="prefill N tokens (0: skip)")
+    sub.add_argument("-n", "--n-gen", type=int, default=128, metavar="N", help="decode N tokens (0: skip)")
+    sub.add_argument("-r", "--repetitions", type=int, default=5, metavar="R")
+    sub.add_argument("-o", "--output", choices=("md", "json"), default="md")
+    sub.add_argument("--codec", default="i8", choices=("i8", "f32"), help="for a model that is converted on the way")
+    add_device(sub)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ork import api
+    from ork.build.cache import cached_pack
+    from ork.build.convert import DEFAULT_MAX_RAM
+    from ork.measure import bench
+    from ork.pack.reader import Pack
+
+    if args.n_prompt < 0 or args.n_gen < 0 or args.repetitions < 1 or not args.n_prompt + args.n_gen:
+        raise UsageError("give -p or -n a positive number of tokens, and -r at least 1")
+    path = resolve(args.model)
+    with progress_bar("converting") as progress:
+        pack = cached_pack(
+            path, codec=args.codec, rotate=True, max_ram=DEFAULT_MAX_RAM, progress=progress, announce=say
+        )
+    need = max(args.n_prompt, args.n_gen)
+    with api.LoadedModel(Pack.open(pack), device=args.device, threads=args.threads, context=need, kv=None) as model:
+        results = []
+        if args.n_prompt:
+            results.append(bench.prefill(model.engine, args.n_prompt, args.repetitions))
+        if args.n_gen:
+            results.append(bench.decode(model.engine, args.n_gen, args.repetitions))
+        config = model.model.config
+        about = {
+            "model": path.name,
+            "arch": config.arch,
+            "codec": model.pack.recipe.get("name"),
+            "size_bytes": model.pack.nbytes,
+            "device": model.device.name,
+            "isa": model.device.isa,
+            "threads": model.device.threads,
+        }
+    if args.output == "json":
+        rows = [{**about, "test": r.test, "avg_ts": r.mean, "stddev_ts": r.deviation, "samples_ts": r.rates} for r in results]
+        print(json.dumps(rows, indent=1))
+        return 0
+    print("| model | size | codec | device | threads | test | t/s |")
+    print("|---|---:|---|---|---:|---:|---:|")
+    for r in results:
+        print(
+            f"| {about['arch']} {path.stem} | {size_text(about['size_bytes'])} | {about['codec']} | "
+            f"{about['device']} {about['isa']} | {about['threads']} | {r.test} | {r.mean:.2f} ± {r.deviation:.2f} |"
+        )
+    return 0

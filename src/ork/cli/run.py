@@ -1,0 +1,200 @@
+"""`ork run`: text to standard output and nothing else there; what it took goes to standard error."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ork.cli.common import add_device, add_model, parse_size, progress_bar, resolve, say, size_text
+from ork.errors import UsageError
+
+if TYPE_CHECKING:
+    from ork.api import LoadedModel
+    from ork.engine.session import Stats
+
+MAX_PROMPT_BYTES = 64 << 20
+
+
+def add(sub: argparse.ArgumentParser) -> None:
+    add_model(sub)
+    text = sub.add_mutually_exclusive_group()
+    text.add_argument("-p", "--prompt", metavar="TEXT", help="the text to go on from, or the first message of a chat")
+    text.add_argument("-f", "--file", type=Path, metavar="FILE", help="the same from a file (default: standard input)")
+    sub.add_argument("--chat", action="store_true", help="a conversation in the model's chat template")
+    sub.add_argument("--chat-template", metavar="NAME", help="a built-in template: chatml, gemma, llama3")
+    sub.add_argument("-n", "--max-tokens", type=int, default=512, metavar="N", help="tokens at most, -1: no limit")
+    sub.add_argument("-c", "--context", type=int, metavar="N", help="positions of the KV cache (default: up to 4096)")
+    sub.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default)")
+    sub.add_argument("--top-k", type=int, default=40, metavar="K")
+    sub.add_argument("--top-p", type=float, default=0.95, metavar="P")
+    sub.add_argument("--min-p", type=float, default=0.05, metavar="P")
+    sub.add_argument("--repeat-penalty", type=float, default=1.0, metavar="R", help="over the last 64 tokens; 1: off")
+    sub.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
+    sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    sub.add_argument("--kv", choices=("f16", "f32"), help="element type of the KV cache (default: f16, f32 for f32)")
+    sub.add_argument("--codec", default="i8", choices=("i8", "f32"), help="for a model that is converted on the way")
+    sub.add_argument("--no-rotate", action="store_true", help="likewise: plain int8, to compare")
+    sub.add_argument("--max-ram", default="2G", metavar="SIZE", help="memory for that conversion (default: 2G)")
+    sub.add_argument("--verify", action="store_true", help="check every hash of the pack first")
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of the text")
+    add_device(sub)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_tokens < -1:
+        raise UsageError(f"-n {args.max_tokens}: give a number of tokens, or -1 for no limit")
+    interactive = args.chat and args.prompt is None and args.file is None and sys.stdin.isatty()
+    text = None if interactive else _prompt(args)
+    with _load(args) as model:
+        sampling = {
+            "temperature": args.temp,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+            "min_p": args.min_p,
+            "repeat_penalty": args.repeat_penalty,
+            "seed": args.seed,
+        }
+        if args.chat:
+            return _chat(model, args, text, sampling)
+        assert text is not None
+        return _complete(model, args, text, sampling)
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        return str(args.prompt)
+    try:
+        if args.file is not None:
+            with args.file.open("rb") as f:
+                data = f.read(MAX_PROMPT_BYTES + 1)
+        elif sys.stdin.isatty():
+            raise UsageError("no prompt: give -p TEXT, -f FILE, --chat, or text on standard input")
+        else:
+            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{args.file}: {error.strerror}") from None
+    if len(data) > MAX_PROMPT_BYTES:
+        raise UsageError(f"the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB")
+    return str(data.decode("utf-8", "replace"))
+
+
+@contextlib.contextmanager
+def _load(args: argparse.Namespace) -> Iterator[LoadedModel]:
+    from ork.api import LoadedModel
+    from ork.build.cache import cached_pack
+    from ork.pack.reader import Pack
+
+    path = resolve(args.model)
+    with progress_bar("converting") as progress:
+        pack_path = cached_pack(
+            path,
+            codec=args.codec,
+            rotate=not args.no_rotate,
+            max_ram=parse_size(args.max_ram),
+            progress=progress,
+            announce=say,
+        )
+    pack = Pack.open(pack_path)
+    if args.verify:
+        with progress_bar("verifying") as progress:
+            pack.verify(progress)
+    with LoadedModel(pack, device=args.device, threads=args.threads, context=args.context, kv=args.kv) as model:
+        yield model
+
+
+def _complete(model: LoadedModel, args: argparse.Namespace, text: str, sampling: dict[str, Any]) -> int:
+    from ork.engine.session import Stats
+
+    stats = Stats()
+    pieces = model.generate(text, max_tokens=args.max_tokens, stop=args.stop, stats=stats, **sampling)
+    answer = _stream(pieces, stats, quiet=args.json)
+    _report(model, args, stats, answer)
+    return 130 if stats.reason == "interrupted" else 0
+
+
+def _chat(model: LoadedModel, args: argparse.Namespace, text: str | None, sampling: dict[str, Any]) -> int:
+    from ork.engine.session import Stats
+
+    chat = model.chat(args.chat_template)
+    once = text is not None
+    if not once:
+        say("an empty line or Ctrl-D ends the chat, Ctrl-C an answer")
+    while True:
+        if text is None:
+            text = _ask()
+            if not text:
+                return 0
+        stats = Stats()
+        pieces = chat.send(text, max_tokens=args.max_tokens, stop=args.stop, stats=stats, **sampling)
+        answer = _stream(pieces, stats, quiet=args.json)
+        _report(model, args, stats, answer)
+        text = None
+        if once:
+            return 130 if stats.reason == "interrupted" else 0
+
+
+def _ask() -> str:
+    sys.stderr.write("> ")
+    sys.stderr.flush()
+    try:
+        return sys.stdin.readline().strip()
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return ""
+
+
+def _stream(pieces: Iterator[str], stats: Stats, *, quiet: bool) -> str:
+    """Prints pieces as they come; Ctrl-C ends the generation and keeps what is there."""
+    out = []
+    try:
+        for piece in pieces:
+            out.append(piece)
+            if not quiet:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        pieces.close()  # type: ignore[attr-defined]
+        stats.reason = "interrupted"
+    if not quiet:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return "".join(out)
+
+
+def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: str) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    kv = model.engine.pool.nbytes_per_block * max(1, -(-len_context(stats) // 256))
+    facts = {
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "prefill_tok_s": round(stats.prefill_rate, 2),
+        "decode_tok_s": round(stats.decode_rate, 2),
+        "end": stats.reason,
+        "device": model.device.name,
+        "isa": model.device.isa,
+        "threads": model.device.threads,
+        "kv": model.kv,
+        "kv_bytes": kv,
+        "weight_bytes": model.stream.placed_bytes,
+        "peak_rss_bytes": peak,
+        "pack": str(model.pack.path),
+    }
+    if args.json:
+        print(json.dumps({"text": answer, **facts}))
+        return
+    say(
+        f"prefill {stats.prompt_tokens} tokens at {stats.prefill_rate:.1f} tok/s, decode {stats.new_tokens} at "
+        f"{stats.decode_rate:.1f} tok/s, ended by {stats.reason}; {model.device.name} ({model.device.isa}, "
+        f"{model.device.threads} threads); weights {size_text(model.stream.placed_bytes)} in place in "
+        f"{model.pack.path}; KV {size_text(kv)} {model.kv}; peak RSS {size_text(peak)}"
+    )
+
+
+def len_context(stats: Stats) -> int:
+    return stats.prompt_tokens + stats.new_tokens
