@@ -148,5 +148,7 @@ def check_rotation(K: int, rotation: int, act_group: int, group: int, codec: str
 
 
 def damaged(path: str, what: str, offset: int, why: str) -> PackDamaged:
-    """The one line a user reads: file, entry, offset, what is wrong, remedy."""
-    return PackDamaged(f"{path}: {what} at offset {offset}: {why}; {REMEDY}")
+    """The one line a user reads: file, entry, offset, what is wrong, remedy. Names come from the file: no control
+    character of theirs reaches a terminal."""
+    line = f"{what} at offset {offset}: {why}; {REMEDY}"
+    return PackDamaged(f"{path}: " + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -62,8 +63,13 @@ class Index:
 def map_pack(path: str) -> mmap.mmap:
     """Map a file read-only. Raises PackError if it is missing or empty, StorageError if the system refuses."""
     try:
-        with open(path, "rb") as f:
-            if os.fstat(f.fileno()).st_size == 0:
+        with open(
+            path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)
+        ) as f:  # a pipe must not hang us
+            status = os.fstat(f.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise PackError(f"{path}: not a regular file; give the path of a .orkpack")
+            if status.st_size == 0:
                 raise PackError(f"{path}: not an ork pack: the file is empty; make one with `ork convert`")
             return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:

@@ -12,12 +12,13 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ork.errors import PackError
-from ork.pack.format import DTYPES
+from ork.pack.format import DTYPES, damaged
 from ork.strings import StringTable
 
-MetaValue: TypeAlias = Any  # bool | int | float | str | 1-D ndarray | StringTable | list of these
+MetaValue: TypeAlias = "bool | int | float | str | npt.NDArray[Any] | StringTable | list[Any]"  # arrays are 1-D
 
 STRINGS: Final = 8
 _CODES: Final = {dtype: number for number, dtype in DTYPES.values()}
@@ -25,12 +26,12 @@ _DTYPES: Final = dict(DTYPES.values())
 BAD: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError, OverflowError)
 
 
-def encode(metadata: Mapping[str, MetaValue]) -> bytes:
+def encode(metadata: Mapping[str, Any]) -> bytes:
     """Raises PackError for a value that is none of MetaValue. Keys keep their order."""
     return msgspec.msgpack.encode({key: _plain(key, value) for key, value in metadata.items()})
 
 
-def _plain(key: str, value: MetaValue) -> Any:
+def _plain(key: str, value: Any) -> Any:
     if isinstance(value, (bool, int, float, str)):  # np.float64 is a float
         return float(value) if isinstance(value, float) else value
     if isinstance(value, np.generic):
@@ -51,18 +52,21 @@ def _plain(key: str, value: MetaValue) -> Any:
 
 
 class Metadata(Mapping[str, MetaValue]):
-    """The decoded map; a value is decoded when it is asked for. `view` is the section; `where` names it in errors."""
+    """The decoded map; a value is decoded when it is asked for, and PackDamaged raised if it cannot be.
 
-    def __init__(self, view: memoryview, where: str):
-        self._where = where
+    `view` is the section, `path` and `offset` say where it is.
+    """
+
+    def __init__(self, view: memoryview, path: str, offset: int):
+        self._path, self._offset = path, offset
         self._values: dict[str, MetaValue] = {}
-        self._raw: dict[str, msgspec.Raw] = self._decode(view, dict[str, msgspec.Raw], "the map")
+        self._raw: dict[str, msgspec.Raw] = self._decode(view, dict[str, msgspec.Raw], "section")
 
     def __getitem__(self, key: str) -> MetaValue:
         if key not in self._values:
             value = self._decode(self._raw[key], Any, key)
             if not _known(value):
-                raise PackError(f"{self._where}: {key} holds a value of an unknown kind; convert the model again")
+                raise damaged(self._path, f"metadata {key[:100]}", self._offset, "a value of an unknown kind")
             self._values[key] = value
         return self._values[key]
 
@@ -76,7 +80,7 @@ class Metadata(Mapping[str, MetaValue]):
         try:
             return msgspec.msgpack.decode(data, type=kind, ext_hook=_extension)
         except BAD as e:
-            raise PackError(f"{self._where}: {what[:100]} cannot be decoded: {e}; convert the model again") from None
+            raise damaged(self._path, f"metadata {what[:100]}", self._offset, f"cannot be decoded: {e}") from None
 
 
 def _extension(code: int, data: memoryview) -> Any:

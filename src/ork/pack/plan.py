@@ -99,7 +99,7 @@ class PackPlan:
         tensors: Iterable[TensorPlan],
         raws: Iterable[RawPlan] = (),
         *,
-        metadata: Mapping[str, meta.MetaValue] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         tokenizer: bytes = b"",
         chat_template: str = "",
         recipe: Mapping[str, Any] | None = None,

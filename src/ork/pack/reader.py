@@ -89,7 +89,7 @@ class Pack:
     def metadata(self) -> Mapping[str, MetaValue]:
         """The model's key-value pairs, each decoded when asked for."""
         if self._metadata is None:
-            self._metadata = Metadata(self._section("metadata"), f"{self.path}: metadata")
+            self._metadata = Metadata(self._section("metadata"), self.path, self.section_span("metadata")[0])
         return self._metadata
 
     @property
