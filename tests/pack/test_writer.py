@@ -18,6 +18,8 @@ from ork.errors import PackError, StorageError, UsageError
 from ork.pack import PackPlan, PackWriter, TensorPlan, journal, verify, writer
 from tests.pack.samples import blob_of, complete, fill, sample_plan, write_sample
 
+ROOT = Path(__file__).parents[2]  # so that a child process finds `tests`
+
 
 class Crash(BaseException):
     """What the hook raises in place of a power cut."""
@@ -123,7 +125,7 @@ with PackWriter.open(sys.argv[1], sample_plan(), hook=hook) as w:
 """
     path = tmp_path / "x"
     for count in (10, 14):
-        done = subprocess.run([sys.executable, "-c", script, str(path), str(count)], check=False)
+        done = subprocess.run([sys.executable, "-c", script, str(path), str(count)], check=False, cwd=ROOT)
         assert done.returncode == -signal.SIGKILL
     with PackWriter.open(path, sample_plan()) as w:
         assert 0 < w.resumed < len(w.plan)
@@ -321,7 +323,7 @@ except StorageError as e:
     print(e)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "x")], check=True, capture_output=True, text=True
+        [sys.executable, "-c", script, str(tmp_path / "x")], check=True, capture_output=True, text=True, cwd=ROOT
     )
     assert "more bytes are needed" in done.stdout
     assert "takes no file this large" in done.stdout
