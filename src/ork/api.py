@@ -22,7 +22,6 @@ from ork.ops import Ops
 from ork.pack.reader import Pack
 from ork.residency.source import PackSource
 from ork.residency.stream import Stream
-
 from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer
 
@@ -151,6 +150,4 @@ def load(
     `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
     """
     pack = cached_pack(Path(path), codec=codec, rotate=rotate, max_ram=max_ram, progress=progress)
-    return LoadedModel(
-        Pack.open(pack), device=device, threads=threads, context=n_ctx, kv=kv, sequences=sequences
-    )
+    return LoadedModel(Pack.open(pack), device=device, threads=threads, context=n_ctx, kv=kv, sequences=sequences)

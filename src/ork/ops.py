@@ -48,7 +48,7 @@ class Ops:
         self.cache: native.KvCache | None = None
         self._signs: dict[int, Array] = {}
 
-    # --- weights: looked up once, when the model is built ---------------------------------------------------------------
+    # --- weights: looked up once, when the model is built ----------------------------------------------------
 
     def vector(self, name: str, n: int) -> Array:
         """A raw tensor of `n` f32 values: a norm's weight, a bias. Raises PackDamaged if it is not that."""
@@ -72,7 +72,7 @@ class Ops:
             self._signs[K] = self.vector(f"rotation.signs.{K}", K)
         return self._signs[K]
 
-    # --- rows -----------------------------------------------------------------------------------------------------------
+    # --- rows ------------------------------------------------------------------------------------------------
 
     def embed(self, table: Weight, tokens: npt.NDArray[np.int32]) -> Array:
         """Rows [M, K] of the embedding: row n un-tiled, scaled, rotated back."""
@@ -127,7 +127,7 @@ class Ops:
         """The given rows of x; x itself when that is all of them."""
         return x if len(rows) == x.rows else native.take(x, rows)
 
-    # --- positions and attention ----------------------------------------------------------------------------------------
+    # --- positions and attention -----------------------------------------------------------------------------
 
     def rope_table(self, batch: Batch, inv_freq: list[float], magnitude: float = 1.0) -> Array:
         """cos and sin of position * inv_freq for the batch's rows."""

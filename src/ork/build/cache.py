@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +13,7 @@ from ork.errors import UsageError
 from ork.pack.format import MAGIC
 from ork.quant.recipe import builtin
 from ork.sources.base import open_source
-
-
-def home() -> Path:
-    """Where ork keeps what it fetched and made."""
-    return Path(os.environ.get("ORK_HOME") or Path.home() / ".cache" / "ork")
+from ork.sources.hub import home
 
 
 def is_pack(path: Path) -> bool:

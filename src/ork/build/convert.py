@@ -123,7 +123,9 @@ def convert(
     fixed = 2 * sum(map(len, plan.sections.values())) + (32 << 20)
     each = WORKING_COPIES * largest
     if max_ram < fixed + each:
-        raise UsageError(f"--max-ram {max_ram >> 20} MiB is too little: this model needs {(fixed + each >> 20) + 1} MiB")
+        raise UsageError(
+            f"--max-ram {max_ram >> 20} MiB is too little: this model needs {(fixed + each >> 20) + 1} MiB"
+        )
     count = max(1, min(workers or os.cpu_count() or 1, (max_ram - fixed) // max(each, 1)))
     total = sum(plan.nbytes(e) for e in range(len(plan)))
     with PackWriter.open(target, plan) as writer:

@@ -40,25 +40,28 @@ def run(args: argparse.Namespace) -> int:
             results.append(bench.prefill(model.engine, args.n_prompt, args.repetitions))
         if args.n_gen:
             results.append(bench.decode(model.engine, args.n_gen, args.repetitions))
-        config = model.model.config
+        config, size = model.model.config, model.pack.nbytes
         about = {
             "model": path.name,
             "arch": config.arch,
             "codec": model.pack.recipe.get("name"),
-            "size_bytes": model.pack.nbytes,
+            "size_bytes": size,
             "device": model.device.name,
             "isa": model.device.isa,
             "threads": model.device.threads,
         }
     if args.output == "json":
-        rows = [{**about, "test": r.test, "avg_ts": r.mean, "stddev_ts": r.deviation, "samples_ts": r.rates} for r in results]
+        rows = [
+            {**about, "test": r.test, "avg_ts": r.mean, "stddev_ts": r.deviation, "samples_ts": r.rates}
+            for r in results
+        ]
         print(json.dumps(rows, indent=1))
         return 0
     print("| model | size | codec | device | threads | test | t/s |")
     print("|---|---:|---|---|---:|---:|---:|")
     for r in results:
         print(
-            f"| {about['arch']} {path.stem} | {size_text(about['size_bytes'])} | {about['codec']} | "
+            f"| {about['arch']} {path.stem} | {size_text(size)} | {about['codec']} | "
             f"{about['device']} {about['isa']} | {about['threads']} | {r.test} | {r.mean:.2f} ± {r.deviation:.2f} |"
         )
     return 0

@@ -40,7 +40,9 @@ def say(text: str) -> None:
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL", help="a .orkpack, a .gguf, a Hugging Face folder, a name, or hf:OWNER/REPO")
+    sub.add_argument(
+        "model", metavar="MODEL", help="a .orkpack, a .gguf, a Hugging Face folder, a name, or hf:OWNER/REPO"
+    )
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:
@@ -49,14 +51,10 @@ def add_device(sub: argparse.ArgumentParser) -> None:
 
 
 def resolve(model: str) -> Path:
-    """The file or folder that MODEL names, fetched if need be."""
-    path = Path(model)
-    if path.exists():
-        return path
+    """The file or folder that MODEL names: a path, or what `ork pull` has fetched."""
     from ork.sources import hub
 
-    with transfer_progress() as progress:
-        return hub.resolve(model, progress=progress)
+    return hub.resolve(model)
 
 
 @contextmanager

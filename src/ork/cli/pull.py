@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     from ork.sources import hub
 
     if args.list:
-        for model in hub.MODELS.values():
+        for model in hub.MODELS:
             print(f"{model.name:22} {model.nbytes / 2**20:7.0f} MiB  {model.licence:14} {model.description}")
         return 0
     if not args.model:

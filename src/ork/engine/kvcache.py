@@ -63,7 +63,7 @@ class KvPool:
         del seq.blocks[keep:]
 
     def rows(self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool) -> Rows:
-        """The flat batch that appends each part's tokens to its sequence, and wants all rows or the last of each part."""
+        """The flat batch that appends tokens to sequences, and wants `every` row or the last of each part."""
         tokens, positions, slots, runs, wanted = [], [], [], [], []
         row = 0
         for i, (seq, part) in enumerate(parts):

@@ -67,7 +67,8 @@ class Engine:
         for _, part in parts:
             if min(part) < 0 or max(part) >= vocab:
                 raise UsageError(f"a token lies outside of the vocabulary of {vocab}")
-        return self.model.forward(self.pool.rows(parts, every=every)).numpy()
+        logits: npt.NDArray[np.float32] = self.model.forward(self.pool.rows(parts, every=every)).numpy()
+        return logits
 
     def prefill(self, seq: Sequence, tokens: Seq[int], chunk: int = CHUNK) -> npt.NDArray[np.float32]:
         """Logits [vocab] after the last of `tokens`."""

@@ -40,8 +40,10 @@ class Model(Protocol):
         """Logits [len(rows.wanted), vocab]."""
 
 
-def make_rope(ops: Ops, config: Config, *, halves: bool, base: float | None = None, factor: float | None = None) -> Rope:
-    """The model's rotary embedding: linear scaling divides all frequencies, `rope_freqs.weight` (llama3) each by its own."""
+def make_rope(
+    ops: Ops, config: Config, *, halves: bool, base: float | None = None, factor: float | None = None
+) -> Rope:
+    """The rotary embedding: linear scaling divides all frequencies, `rope_freqs.weight` (llama3) each by its own."""
     stretch = config.rope_scaling.factor if factor is None else factor
     freqs = [f / stretch for f in inverse_frequencies(base or config.rope_base, config.rope_dim)]
     if "rope_freqs.weight" in ops.source:
