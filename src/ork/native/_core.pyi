@@ -115,6 +115,12 @@ def attention(
     window: int,
     softcap: float,
 ) -> Array: ...
+def peak(integers: bool, iterations: int) -> tuple[int, float]:
+    """(multiply-adds done in registers by all threads, seconds): the processor's own limit, for benchmarks."""
+
+def read_memory(x: npt.NDArray[np.uint8]) -> None:
+    """Reads all of x with all threads, contiguous halves: the memory's own limit, for benchmarks."""
+
 def top_k(logits: npt.NDArray[np.float32], row: int, k: int) -> tuple[list[int], list[float]]:
     """The k largest of a row (0: all), best first, equal values by index: (indices, values)."""
 

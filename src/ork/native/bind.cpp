@@ -289,6 +289,16 @@ void bind_kernels(nb::module_& m) {
         op_attention(cache.layer(layer), b, q.mat(), k.mat(), v.mat(), heads, scale, window, softcap, out->mat());
         return out;
     });
+    m.def("peak", [](bool integers, int64_t iterations) {
+        int64_t count = 0;
+        double seconds;
+        { nb::gil_scoped_release unlocked; seconds = op_peak(integers, iterations, &count); }
+        return std::make_pair(count, seconds);
+    });
+    m.def("read_memory", [](nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> x) {
+        nb::gil_scoped_release unlocked;
+        op_read(x.data(), (int64_t)x.size());
+    });
     m.def("top_k", &top_k);
     m.def("softmax", [](const std::vector<float>& x, float inv_temperature) {
         require(!x.empty(), "no values");

@@ -66,3 +66,15 @@ template <int MR> static inline void tile_i8(const int8_t* a, int64_t lda, const
         else tile_pass<MR, NC, false>(a, lda, w + 32 * c, blocks, out, c, std::make_index_sequence<MR * NC>());
     }
 }
+
+static int64_t int8_peak(int64_t iterations) {
+    __m256i u = _mm256_set1_epi8(3), s = _mm256_set1_epi8(5), a[8];
+    for (auto& x : a) x = _mm256_setzero_si256();
+    for (int64_t k = 0; k < iterations; k++) {
+        asm volatile("" : "+x"(u), "+x"(s));   // or the products would be hoisted
+#pragma GCC unroll 8
+        for (auto& x : a) x = dot32(x, u, s);
+    }
+    for (auto& x : a) asm volatile("" : : "x"(x));
+    return iterations * 8 * 32;
+}

@@ -53,3 +53,15 @@ template <int MR> static inline void tile_i8(const int8_t* a, int64_t lda, const
     constexpr int NZ = MR == 1 ? 16 : MR <= 3 ? 8 : 4;
     for (int z = 0; z < 16; z += NZ) tile_pass<MR, NZ>(a, lda, w + 64 * z, blocks, out, 2 * z, std::make_index_sequence<MR * NZ>());
 }
+
+static int64_t int8_peak(int64_t iterations) {
+    const __m512i u = _mm512_set1_epi8(3), s = _mm512_set1_epi8(5);
+    __m512i a[12];
+    for (auto& x : a) x = _mm512_setzero_si512();
+    for (int64_t k = 0; k < iterations; k++) {
+#define STEP(i) asm volatile("vpdpbusd %2, %1, %0" : "+v"(a[i]) : "v"(u), "v"(s));
+        STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9) STEP(10) STEP(11)
+#undef STEP
+    }
+    return iterations * 12 * 64;
+}

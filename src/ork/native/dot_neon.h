@@ -43,3 +43,16 @@ template <int MR> static inline void tile_i8(const int8_t* a, int64_t lda, const
     constexpr int NC = MR == 1 ? 8 : 4;
     for (int c = 0; c < 32; c += NC) tile_pass<MR, NC>(a, lda, w + 32 * c, blocks, out, c, std::make_index_sequence<MR * NC>());
 }
+
+static int64_t int8_peak(int64_t iterations) {
+    int8x16_t u = vdupq_n_s8(3), s = vdupq_n_s8(5);
+    int32x4_t a[8];
+    for (auto& x : a) x = vdupq_n_s32(0);
+    for (int64_t k = 0; k < iterations; k++) {
+        asm volatile("" : "+w"(u), "+w"(s));   // or the products would be hoisted
+#pragma GCC unroll 8
+        for (auto& x : a) x = dot16(x, u, s);
+    }
+    for (auto& x : a) asm volatile("" : : "w"(x));
+    return iterations * 8 * 16;
+}

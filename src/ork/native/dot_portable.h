@@ -15,3 +15,12 @@ template <int MR> static inline void tile_i8(const int8_t* a, int64_t, const uin
             out[0][c] += s;
         }
 }
+
+static int64_t int8_peak(int64_t iterations) {
+    alignas(64) int8_t a[32] = {1, 2, 3}, w[1024] = {4, 5, 6};
+    int32_t out[1][32] = {};
+    for (int64_t k = 0; k < iterations; k++) tile_i8<1>(a, 32, (const uint8_t*)w, 1, out, false);
+    volatile int32_t keep = out[0][0];
+    (void)keep;
+    return iterations * 1024;
+}

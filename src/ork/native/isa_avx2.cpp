@@ -10,11 +10,12 @@ namespace ork::isa_avx2 {
 namespace {
 #include "v16_avx2.h"
 #include "dot_avx2.h"
-constexpr int F32_ROWS = 3, ATT_ROWS = 4, ATT_NV = 1;   // what fits the registers
+constexpr int F32_ROWS = 3, ATT_ROWS = 4, ATT_NV = 1, PEAK_CHAINS = 6;   // what fits the registers
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_linear.inl"
 #include "kernels_attention.inl"
+#include "kernels_peaks.inl"
 }  // namespace
 #include "kernels_table.inl"
 extern const Kernels table;

@@ -10,11 +10,12 @@ namespace ork::isa_avx512 {
 namespace {
 #include "v16_avx512.h"
 #include "dot_avx512.h"
-constexpr int F32_ROWS = 8, ATT_ROWS = 8, ATT_NV = 2;   // what fits the registers
+constexpr int F32_ROWS = 8, ATT_ROWS = 8, ATT_NV = 2, PEAK_CHAINS = 12;   // what fits the registers
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_linear.inl"
 #include "kernels_attention.inl"
+#include "kernels_peaks.inl"
 }  // namespace
 #include "kernels_table.inl"
 extern const Kernels table;

@@ -9,11 +9,12 @@ namespace ork::isa_portable {
 namespace {
 #include "v16_portable.h"
 #include "dot_portable.h"
-constexpr int F32_ROWS = 2, ATT_ROWS = 2, ATT_NV = 1;   // what fits the registers
+constexpr int F32_ROWS = 2, ATT_ROWS = 2, ATT_NV = 1, PEAK_CHAINS = 1;   // what fits the registers
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_linear.inl"
 #include "kernels_attention.inl"
+#include "kernels_peaks.inl"
 }  // namespace
 #include "kernels_table.inl"
 extern const Kernels table;

@@ -96,6 +96,10 @@ struct Kernels {
     void (*attention_merge)(const AttentionArgs&, const Tile&, int64_t kv_head, const Partial& into, const Partial& from, bool first);
     void (*attention_finish)(const AttentionArgs&, const Tile&, int64_t kv_head, const Partial&);
     void (*softmax)(const float* x, int64_t n, float inv_temperature, float* out);   // one row; sums in lanes
+    // The machine's own limits, for benchmarks: multiply-adds done in registers alone, and a plain read of memory.
+    int64_t (*int8_peak)(int64_t iterations);
+    int64_t (*float_peak)(int64_t iterations);
+    int32_t (*read_memory)(const void* p, int64_t bytes);
 };
 
 const Kernels* kernels();                       // the best that this processor runs, or the chosen one

@@ -1,6 +1,8 @@
 #include "ops.h"
 
 #include <sys/mman.h>
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -255,6 +257,25 @@ void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat
         for (int64_t j = 1; j <= r.last - r.first; j++) k->attention_merge(a, t, u % kv.heads, total, at(partials + (u * most_blocks + j) * partial), false);
         k->attention_finish(a, t, u % kv.heads, total);
     }
+}
+
+// --- the machine's own limits -----------------------------------------------------------------------------------------------
+
+double op_peak(bool integers, int64_t iterations, int64_t* multiply_adds) {
+    const Kernels* k = kernels();
+    std::atomic<int64_t> done{0};
+    const auto start = std::chrono::steady_clock::now();
+    parallel_runs(pool_threads(), [&](int64_t b, int64_t e, int) {
+        for (int64_t i = b; i < e; i++) done += integers ? k->int8_peak(iterations) : k->float_peak(iterations);
+    });
+    *multiply_adds = done;
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void op_read(const void* p, int64_t bytes) {
+    const Kernels* k = kernels();
+    std::atomic<int32_t> sum{0};
+    parallel_runs(bytes / 4096, [&](int64_t b, int64_t e, int) { sum += k->read_memory((const char*)p + b * 4096, (e - b) * 4096); });
 }
 
 }  // namespace ork

@@ -87,6 +87,9 @@ void op_add(const Mat& a, const Mat& b, const Mat& out);
 void op_scale(const Mat& x, float factor);
 void op_softcap(const Mat& x, float cap);
 void op_gather(const std::vector<Slice>& slices, const int32_t* ids, int64_t count, int64_t K, const Rotation& rotation, const Mat& out);
+// Benchmarks: seconds of a parallel run of the machine's own limits (see Kernels), every worker doing the same.
+double op_peak(bool integers, int64_t iterations, int64_t* multiply_adds);
+void op_read(const void* p, int64_t bytes);
 void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat& k, const Mat& v, int64_t heads, float scale, int64_t window, float softcap, const Mat& out);
 
 }  // namespace ork

@@ -1,0 +1,193 @@
+// What test_kernels.cpp stands on: a seeded generator, weights tiled from their plain form, a record of every output word,
+// and plain definitions in double precision. No code here is shared with the kernels.
+#pragma once
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+#include "kernels.h"
+
+namespace ork::test {
+
+// Inputs come from integers and exact float operations alone, so that every machine draws the same ones.
+class Random {
+  public:
+    explicit Random(uint64_t seed) : s_(seed * 0x9E3779B97F4A7C15u + 0x2545F4914F6CDD1Du) {}
+    uint32_t bits() {
+        s_ ^= s_ << 13;
+        s_ ^= s_ >> 7;
+        s_ ^= s_ << 17;
+        return (uint32_t)(s_ >> 32);
+    }
+    int64_t below(int64_t n) { return bits() % n; }
+    float uniform() { return (float)((int32_t)bits() >> 8) * 0x1p-23f; }              // [-1, 1)
+    float bell() { return uniform() + uniform() + uniform(); }                        // variance 1
+    int8_t code(int low) { return (int8_t)(low + below(128 - low)); }                 // [low, 127]
+    float wild() { uint32_t b = bits(); float f; std::memcpy(&f, &b, 4); return f; }  // any pattern: NaNs, infinities, subnormals
+
+  private:
+    uint64_t s_;
+};
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// f32 rows as the kernels take them, on the heap with not a float to spare: the address sanitizer sees every overrun.
+struct Matrix {
+    int64_t rows, cols, stride;
+    std::vector<float> v;
+    Matrix(int64_t r, int64_t c, float fill = 0.0f) : rows(r), cols(c), stride(round_up(c, 64)), v((size_t)(r * stride), fill) {}
+    Matrix(int64_t r, int64_t c, Random& random, float size = 1.0f) : Matrix(r, c) {
+        for (int64_t m = 0; m < r; m++) for (int64_t k = 0; k < c; k++) at(m, k) = random.bell() * size;
+    }
+    float& at(int64_t m, int64_t k) { return v[(size_t)(m * stride + k)]; }
+    Mat mat() { return {v.data(), rows, cols, stride}; }
+    Mat row(int64_t m) { return {v.data() + m * stride, 1, cols, stride}; }
+};
+
+inline std::vector<float> floats(Random& r, int64_t n, float centre, float spread) {
+    std::vector<float> v((size_t)n);
+    for (float& x : v) x = centre + spread * r.uniform();
+    return v;
+}
+
+inline std::vector<float> signs(Random& r, int64_t n) {
+    std::vector<float> v((size_t)n);
+    for (float& x : v) x = r.bits() & 1 ? 1.0f : -1.0f;
+    return v;
+}
+
+// Weights in their plain form [n][K], and the same as a slice (docs/pack-format.md).
+struct Weights {
+    int64_t K, Kp, ks, n;
+    std::vector<int8_t> plain_i8;
+    std::vector<float> plain_f32, scales;
+    std::vector<uint8_t> codes;
+    Slice slice;
+
+    Weights(Codec codec, int64_t K_, int64_t ks_, int64_t n_, int32_t n0, Random& r) : K(K_), Kp(round_up(K_, ks_)), ks(ks_), n(n_) {
+        if (codec == Codec::i8) {
+            plain_i8.assign((size_t)(n * Kp), 0);
+            codes.assign((size_t)(n * Kp), 0);
+            scales = floats(r, n, 0.02f, 0.01f);
+            for (int64_t c = 0; c < n; c++)
+                for (int64_t k = 0; k < K; k++) {
+                    const int8_t w = r.below(16) ? r.code(-128) : r.bits() & 1 ? -128 : 127;
+                    const int64_t inner = k % ks;
+                    plain_i8[(size_t)(c * Kp + k)] = w;
+                    codes[(size_t)(k / ks * n * ks + c / 32 * 32 * ks + inner / 32 * 1024 + c % 32 * 32 + inner % 32)] = (uint8_t)w;
+                }
+        } else {
+            plain_f32.assign((size_t)(n * Kp), 0.0f);
+            codes.assign((size_t)(n * Kp * 4), 0);
+            for (int64_t c = 0; c < n; c++)
+                for (int64_t k = 0; k < K; k++) {
+                    plain_f32[(size_t)(c * Kp + k)] = r.bell();
+                    std::memcpy(&codes[(size_t)(4 * (c / 16 * 16 * Kp + k * 16 + c % 16))], &plain_f32[(size_t)(c * Kp + k)], 4);
+                }
+        }
+        slice = {codec, codes.data(), scales.data(), Kp, ks, n0, (int32_t)n};
+    }
+};
+
+// Every word that a kernel produced, padding included, under labels that say which case it belongs to.
+// A NaN is recorded as one NaN: processors differ in the sign and payload of the NaNs they make.
+class Trace {
+  public:
+    explicit Trace(bool with_oracle) : oracle(with_oracle) {}
+    const bool oracle;      // also compare with the definitions: once is enough, for the paths must equal each other
+    std::vector<uint32_t> words;
+    std::string failure;    // the first one
+
+    __attribute__((format(printf, 2, 3))) void at(const char* format, ...) {
+        char text[256];
+        va_list args;
+        va_start(args, format);
+        std::vsnprintf(text, sizeof text, format, args);
+        va_end(args);
+        marks_.push_back({words.size(), text});
+    }
+    void record(const float* p, size_t n) { for (size_t i = 0; i < n; i++) words.push_back(word(p[i])); }
+    void record(const uint16_t* p, size_t n) { for (size_t i = 0; i < n; i++) words.push_back((p[i] & 0x7fff) > 0x7c00 ? 0x7e00 : p[i]); }
+    void record(const int32_t* p, size_t n) { words.insert(words.end(), p, p + n); }
+    void record(const int8_t* p, size_t n) { for (size_t i = 0; i < n; i++) words.push_back((uint32_t)(int32_t)p[i]); }
+    template <class T> void record(const std::vector<T>& v) { record(v.data(), v.size()); }
+
+    // The two must be the same number or both not a number, or differ by no more than the tolerance.
+    void close(double got, double want, double tolerance, const char* what, int64_t index) {
+        if (got == want || (std::isnan(got) && std::isnan(want)) || std::fabs(got - want) <= tolerance) return;
+        fail("%s[%lld] is %.9g, the definition gives %.9g, tolerance %.3g", what, (long long)index, got, want, tolerance);
+    }
+    void same(const float* got, const float* want, size_t n, const char* what) {
+        for (size_t i = 0; i < n; i++)
+            if (word(got[i]) != word(want[i])) return fail("%s: element %zu is %.9g, not %.9g", what, i, (double)got[i], (double)want[i]);
+    }
+    void expect(bool holds, const char* what) { if (!holds) fail("%s", what); }
+
+    __attribute__((format(printf, 2, 3))) void fail(const char* format, ...) {
+        if (!failure.empty()) return;
+        char text[256];
+        va_list args;
+        va_start(args, format);
+        std::vsnprintf(text, sizeof text, format, args);
+        va_end(args);
+        failure = (marks_.empty() ? "" : marks_.back().second + ": ") + text;
+    }
+    void must_equal(const Trace& other) {
+        if (!failure.empty()) return;
+        size_t i = 0;
+        while (i < words.size() && i < other.words.size() && words[i] == other.words[i]) i++;
+        if (i == words.size() && i == other.words.size()) return;
+        size_t m = 0;
+        while (m + 1 < marks_.size() && marks_[m + 1].first <= i) m++;
+        const uint32_t a = i < words.size() ? words[i] : 0, b = i < other.words.size() ? other.words[i] : 0;
+        float fa, fb;
+        std::memcpy(&fa, &a, 4);
+        std::memcpy(&fb, &b, 4);
+        char text[256];
+        std::snprintf(text, sizeof text, "%s: word %zu is %08x (%.9g), portable gives %08x (%.9g)", marks_[m].second.c_str(), i - marks_[m].first, a, (double)fa, b, (double)fb);
+        failure = text;
+    }
+    uint64_t digest() const {   // FNV-1a of the words' bytes, lowest first
+        uint64_t h = 0xcbf29ce484222325u;
+        for (uint32_t w : words) for (int b = 0; b < 4; b++) h = (h ^ (w >> 8 * b & 255)) * 0x100000001b3u;
+        return h;
+    }
+
+  private:
+    static uint32_t word(float f) { uint32_t b; std::memcpy(&b, &f, 4); return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : b; }
+    std::vector<std::pair<size_t, std::string>> marks_;
+};
+
+// --- definitions ------------------------------------------------------------------------------------------------------------
+
+inline double half_value(uint16_t h) {
+    const int e = h >> 10 & 31, m = h & 1023;
+    const double size = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
+    return h & 0x8000 ? -size : size;
+}
+
+inline double nearest_half(float f) {   // half to even, as nearbyint rounds
+    const double a = std::fabs((double)f);
+    if (!(a < 65520.0)) return f;       // infinities and NaN stay; what rounds past 65504 overflows
+    int e;
+    std::frexp(a, &e);
+    const int last = (e - 1 < -14 ? -14 : e - 1) - 10;
+    return std::copysign(std::ldexp(std::nearbyint(std::ldexp(a, -last)), last), f);
+}
+inline double to_half(float f) { return std::fabs((double)f) >= 65520.0 ? std::copysign(INFINITY, f) : nearest_half(f); }
+
+// Element i of H x / sqrt(block): H[i][j] = (-1)^(bits that i and j share).
+inline double hadamard_at(const double* x, int64_t block, int64_t i) {
+    double s = 0;
+    for (int64_t j = 0; j < block; j++) s += __builtin_parityll((unsigned long long)(i & j)) ? -x[j] : x[j];
+    return s / std::sqrt((double)block);
+}
+
+inline double silu(double x) { return x / (1 + std::exp(-x)); }
+inline double gelu_tanh(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846) * (x + 0.044715 * x * x * x))); }
+
+}  // namespace ork::test
