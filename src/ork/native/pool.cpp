@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -23,82 +24,105 @@ inline void relax() {
 // About 50 us of spinning: decode posts a job every few microseconds, a waiting user none for seconds.
 constexpr int SPINS = 2000;
 
-struct Job {
-    const RangeTask* task = nullptr;
-    int64_t count = 0, grain = 0;   // grain 0: contiguous runs
-    int workers = 1;
-};
+// A worker's share of a job: [begin, end) of its units, and the job's tag, in one word that owner and thieves change by CAS.
+// The owner takes from the front, thieves from the back, so that each walks its own stretch of memory to the end.
+constexpr int BITS = 22;
+constexpr int64_t MOST_UNITS = (int64_t(1) << BITS) - 1;
+constexpr uint64_t FIELD = (uint64_t(1) << BITS) - 1;
+struct alignas(64) Share { std::atomic<uint64_t> word{0}; };
+
+uint64_t pack(uint64_t tag, int64_t begin, int64_t end) { return tag << 2 * BITS | uint64_t(begin) << BITS | uint64_t(end); }
 
 class Pool {
   public:
-    explicit Pool(int threads) : size_(threads) {
+    explicit Pool(int threads) : size_(threads), shares_(new Share[threads]) {
         for (int w = 1; w < threads; w++) threads_.emplace_back([this, w] { loop(w); });
     }
     ~Pool() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stop_ = true;
-            epoch_.fetch_add(1);
-        }
+        stop_ = true;
+        epoch_.fetch_add(1);
+        { std::lock_guard<std::mutex> lock(mutex_); }
         wake_.notify_all();
         for (auto& t : threads_) t.join();
     }
     int size() const { return size_; }
 
-    void run(const Job& job) {
+    // Returns when every unit is done. A worker that the system has not scheduled meanwhile is not waited for: others have
+    // done its share, and the tag keeps it from touching a later job with an earlier job's task.
+    void run(int64_t count, int64_t grain, const RangeTask& task) {
         std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
-        job_ = job;
-        next_.store(0, std::memory_order_relaxed);
-        pending_.store(size_ - 1, std::memory_order_relaxed);
-        epoch_.fetch_add(1);            // seq_cst: ordered before the sleepers_ read below
+        const uint32_t epoch = epoch_.load() + 1;
+        task_.store(&task, std::memory_order_relaxed);
+        grain_.store(grain, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        for (int w = 0; w < size_; w++)
+            shares_[w].word.store(pack(tag_of(epoch), count * w / size_, count * (w + 1) / size_), std::memory_order_release);
+        epoch_.store(epoch);            // seq_cst: ordered before the sleepers_ read below
         if (sleepers_.load() > 0) {
-            std::lock_guard<std::mutex> lock(mutex_);
+            { std::lock_guard<std::mutex> lock(mutex_); }
             wake_.notify_all();
         }
-        work(0);
-        while (pending_.load(std::memory_order_acquire) > 0) relax();
+        work(0, epoch);
+        while (done_.load(std::memory_order_acquire) != count) relax();
     }
 
   private:
-    void work(int w) {
-        const Job& j = job_;
-        if (j.grain == 0) {
-            const int64_t b = j.count * w / size_, e = j.count * (w + 1) / size_;
-            if (b < e) (*j.task)(b, e, w);
-            return;
-        }
+    static uint64_t tag_of(uint32_t epoch) { return epoch & ((1u << (64 - 2 * BITS)) - 1); }
+
+    void work(int w, uint32_t epoch) {
+        const RangeTask* task = task_.load(std::memory_order_relaxed);   // used only once a claim has shown that the job is alive
+        const int64_t grain = grain_.load(std::memory_order_relaxed);
+        int64_t b, e;
+        while (claim(shares_[w], epoch, grain, true, &b, &e)) finish(*task, b, e, w);
+        for (int other = 1; other < size_; other++)
+            while (claim(shares_[(w + other) % size_], epoch, grain, false, &b, &e)) finish(*task, b, e, w);
+    }
+    void finish(const RangeTask& task, int64_t b, int64_t e, int w) {
+        task(b, e, w);
+        done_.fetch_add(e - b, std::memory_order_release);
+    }
+    static bool claim(Share& share, uint32_t epoch, int64_t grain, bool front, int64_t* b, int64_t* e) {
+        uint64_t word = share.word.load(std::memory_order_acquire);
         for (;;) {
-            const int64_t b = next_.fetch_add(j.grain, std::memory_order_relaxed);
-            if (b >= j.count) return;
-            (*j.task)(b, b + j.grain < j.count ? b + j.grain : j.count, w);
+            const int64_t begin = word >> BITS & FIELD, end = word & FIELD;
+            if (word >> 2 * BITS != tag_of(epoch) || begin >= end) return false;
+            const int64_t part = end - begin < grain ? end - begin : grain;
+            const uint64_t rest = front ? pack(tag_of(epoch), begin + part, end) : pack(tag_of(epoch), begin, end - part);
+            if (share.word.compare_exchange_weak(word, rest, std::memory_order_acq_rel)) {
+                *b = front ? begin : end - part;
+                *e = *b + part;
+                return true;
+            }
         }
     }
     void loop(int w) {
         uint32_t seen = 0;
         for (;;) {
             int spins = 0;
-            while (epoch_.load(std::memory_order_acquire) == seen) {
+            uint32_t now;
+            while ((now = epoch_.load(std::memory_order_acquire)) == seen) {
                 if (++spins < SPINS) { relax(); continue; }
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleepers_.fetch_add(1);
                 wake_.wait(lock, [&] { return epoch_.load() != seen; });
                 sleepers_.fetch_sub(1);
             }
-            seen++;
             if (stop_) return;
-            work(w);
-            pending_.fetch_sub(1, std::memory_order_release);
+            seen = now;
+            work(w, now);
         }
     }
 
     const int size_;
+    std::unique_ptr<Share[]> shares_;
     std::vector<std::thread> threads_;
     std::mutex run_mutex_, mutex_;
     std::condition_variable wake_;
-    Job job_;
-    std::atomic<int64_t> next_{0};
-    std::atomic<int> pending_{0}, sleepers_{0};
-    std::atomic<uint32_t> epoch_{0};
+    std::atomic<const RangeTask*> task_{nullptr};
+    std::atomic<int64_t> grain_{1};
+    alignas(64) std::atomic<int64_t> done_{0};
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
 };
 
@@ -123,15 +147,14 @@ void pool_resize(int threads) {
 }
 
 void parallel_runs(int64_t count, RangeTask task) {
-    Pool& p = the_pool();
-    if (p.size() == 1 || count <= 1) { if (count > 0) task(0, count, 0); return; }
-    p.run(Job{&task, count, 0, p.size()});
+    const int64_t parts = 8 * the_pool().size();   // small enough that a late thread's share can be taken over
+    parallel_chunks(count, count / parts > 1 ? count / parts : 1, task);
 }
 
 void parallel_chunks(int64_t count, int64_t grain, RangeTask task) {
     Pool& p = the_pool();
-    if (p.size() == 1 || count <= grain) { if (count > 0) task(0, count, 0); return; }
-    p.run(Job{&task, count, grain, p.size()});
+    if (p.size() == 1 || count <= grain || count > MOST_UNITS) { if (count > 0) task(0, count, 0); return; }
+    p.run(count, grain, task);
 }
 
 }  // namespace ork

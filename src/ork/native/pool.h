@@ -19,9 +19,9 @@ class RangeTask {
 int pool_threads();
 void pool_resize(int threads);   // joins the old threads; 1 = everything on the caller
 
-// Contiguous equal runs, one a worker: what decode wants, each thread walking its own stretch of memory.
-void parallel_runs(int64_t count, RangeTask task);
-// Chunks of `grain` taken from a counter: for uneven work.
-void parallel_chunks(int64_t count, int64_t grain, RangeTask task);
+// Every worker has one contiguous run of the units, taken chunk by chunk; who is done takes from the end of another's.
+// Decode wants the runs (each thread walks its own stretch of memory), a busy machine the taking over.
+void parallel_runs(int64_t count, RangeTask task);                      // chunks of an eighth of a run
+void parallel_chunks(int64_t count, int64_t grain, RangeTask task);     // chunks of `grain`, for uneven work
 
 }  // namespace ork
