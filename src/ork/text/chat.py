@@ -7,6 +7,7 @@ when a `ChatTemplate` is made, so that it is ready when the model is, and serves
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import json
 import signal
@@ -132,28 +133,24 @@ class _Renderer:
 
     def ask(self, line: bytes) -> dict[str, str]:
         with self._lock:
-            for _ in range(2):  # a process that died while idle is replaced once
+            code = 0
+            for _ in range(2):  # a process that something else has ended is replaced once
                 process = self._running()
                 assert process.stdin is not None
                 assert process.stdout is not None
                 try:
                     process.stdin.write(line + b"\n")
                     process.stdin.flush()
+                    answer = process.stdout.readline()
                 except BrokenPipeError:
-                    self._end(process)
-                    continue
-                answer = process.stdout.readline()
+                    answer = b""
                 if answer.endswith(b"\n"):
                     reply: dict[str, str] = json.loads(answer)
                     return reply
                 code = self._end(process)
-                why = (
-                    f"runs for more than {SECONDS:g} s"
-                    if code == -signal.SIGPROF
-                    else f"stopped the renderer (status {code})"
-                )
-                return {"kind": "limit", "error": why}
-            raise SourceError("the renderer of chat templates does not start; is jinja2 installed?")
+                if code == -signal.SIGPROF:
+                    return {"kind": "limit", "error": f"runs for more than {SECONDS:g} s"}
+            return {"kind": "limit", "error": f"ends its renderer (status {code}; is jinja2 installed?)"}
 
     def close(self) -> None:
         with self._lock:
@@ -178,8 +175,9 @@ class _Renderer:
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         self._process = None
-        process.communicate()  # closes its input, which ends an idle one
-        return process.returncode
+        with contextlib.suppress(BrokenPipeError):
+            process.communicate()  # closes its input, which ends an idle one
+        return process.wait()
 
 
 _RENDERER = _Renderer()

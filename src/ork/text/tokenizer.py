@@ -12,7 +12,6 @@ gets the whole. Both give the same tokens.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -23,9 +22,9 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
-from ork.errors import UsageError
+from ork.errors import PackDamaged, UsageError
 from ork.text.ready import BYTE, BYTES, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Ready, lookup, u32, unpack
-from ork.text.vocab import SPACE_MARK, build_tokenizer, without_prefix
+from ork.text.vocab import SPACE_MARK, build_tokenizer, library_parts, without_prefix
 
 __all__ = ["Decoder", "Tokenizer", "build_tokenizer"]
 
@@ -85,11 +84,12 @@ class Tokenizer:
 
     def _encode_plain(self, text: str, first: bool) -> list[int]:
         self._encoded += len(text)
-        if self._encoded > WHOLE_FROM:
-            model = self._whole
-        else:
-            model = self._restricted(self._words(text, first))
-        return list(self._library(model, first).encode(text, add_special_tokens=False).ids)
+        try:
+            whole = self._encoded > WHOLE_FROM
+            model = self._whole if whole else self._restricted(self._words(text, first))
+            return list(self._library(model, first).encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library has no error class of its own; damage is the only cause
+            raise PackDamaged(f"the tokenizer in the pack is inconsistent ({error}); convert the model again") from None
 
     def _library(self, model: models.BPE, first: bool) -> tokenizers.Tokenizer:
         library = tokenizers.Tokenizer(model)
@@ -103,12 +103,7 @@ class Tokenizer:
     @cached_property
     def _pipelines(self) -> list[tuple[Any, Any]]:
         """(normalizer, pre-tokenizer) for text at the start and for text further on."""
-        parts = []
-        for pipeline in (self._ready.pipeline, without_prefix(self._ready.pipeline)):
-            document = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **pipeline}
-            library = tokenizers.Tokenizer.from_str(json.dumps(document))
-            parts.append((library.normalizer, library.pre_tokenizer))
-        return parts
+        return [library_parts(p) for p in (self._ready.pipeline, without_prefix(self._ready.pipeline))]
 
     def _words(self, text: str, first: bool) -> set[str]:
         normalizer, pre_tokenizer = self._pipelines[0 if first else 1]
@@ -209,8 +204,8 @@ class Tokenizer:
         if not 0 <= token < self.n_vocab:
             return b""
         raw, kind = self._texts.raw(token), self._kinds[token]
-        if kind == BYTE:
-            return bytes([int(raw[3:5], 16)])
+        if kind == BYTE and (byte := re.fullmatch(rb"<0x([0-9A-Fa-f]{2})>", raw)):
+            return bytes([int(byte[1], 16)])
         if kind not in (NORMAL, UNUSED):
             return raw
         if self._byte_level:

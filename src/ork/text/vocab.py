@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+import tokenizers
 
 from ork.errors import SourceError
 from ork.sources.base import MetaValue
@@ -210,6 +211,10 @@ def _from_document(doc: dict[str, Any], metadata: Mapping[str, MetaValue]) -> Re
     for token in added:
         kinds[token["id"]] = CONTROL if token.get("special") else USER
     pipeline = {"normalizer": doc.get("normalizer"), "pre_tokenizer": doc.get("pre_tokenizer")}
+    try:
+        library_parts(pipeline)
+    except Exception as error:  # the library has no error class of its own
+        raise SourceError(f"tokenizer.json: normalizer or pre_tokenizer is not supported: {error}") from None
     bos = _template_bos(doc.get("post_processor"))
     listed = (tuple(m) if isinstance(m, list) else _pair(m) for m in model["merges"])
     ready = _ready(
@@ -221,7 +226,7 @@ def _from_document(doc: dict[str, Any], metadata: Mapping[str, MetaValue]) -> Re
         bos=bos if bos is not None else _id(metadata, "bos", n),
         eos=_id(metadata, "eos", n),
         unk=texts.index(model["unk_token"]) if model.get("unk_token") in texts else None,
-        also_eog=(_id(metadata, "eot", n), _id(metadata, "eom", n)),
+        also_eog=(_id(metadata, "eot", n), _id(metadata, "eom", n), *_ends(metadata, n)),
     )
     ready.add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", bos is not None)) and ready.bos is not None
     ready.byte_fallback = fallback
@@ -230,6 +235,15 @@ def _from_document(doc: dict[str, Any], metadata: Mapping[str, MetaValue]) -> Re
     ready.strip_left = [t["id"] for t in added if t.get("lstrip")]
     ready.strip_right = [t["id"] for t in added if t.get("rstrip")]
     return ready
+
+
+def _ends(metadata: Mapping[str, MetaValue], n: int) -> list[int]:
+    """The several tokens that generation_config.json may name as ends."""
+    value = metadata.get("tokenizer.huggingface.eos_token_ids")
+    ids: list[int] = value.tolist() if isinstance(value, np.ndarray) else []
+    if any(not 0 <= i < n for i in ids):
+        raise SourceError(f"eos_token_id is {ids}, outside of the vocabulary of {n} tokens")
+    return ids
 
 
 def _is_byte(text: str) -> bool:
@@ -242,6 +256,13 @@ def _template_bos(post: dict[str, Any] | None) -> int | None:
         if step["type"] == "TemplateProcessing" and step["single"] and "SpecialToken" in step["single"][0]:
             return int(step["special_tokens"][step["single"][0]["SpecialToken"]["id"]]["ids"][0])
     return None
+
+
+def library_parts(pipeline: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(normalizer, pre-tokenizer), or None for one that is not there. Raises Exception, as `tokenizers` does."""
+    document = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **pipeline}
+    library = tokenizers.Tokenizer.from_str(json.dumps(document))
+    return library.normalizer, library.pre_tokenizer
 
 
 def without_prefix(pipeline: dict[str, Any]) -> dict[str, Any]:
@@ -285,6 +306,7 @@ def _merges_by_score(texts: Sequence[str], kinds: Sequence[int], scores: Sequenc
 
     Among equal scores the longer text goes first: then a run of one character (the only case of ties in vocabularies
     of this kind: spaces, line ends) grows from its left end as it does when the leftmost pair is taken each time.
+    Tokens whose letters are not all tokens are left out: SentencePiece makes none.
     """
     ids = _mergeable(texts, kinds)
     order = sorted(ids, key=lambda text: (-scores[ids[text]], -len(text), ids[text]))
