@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
 
 #include "dequant.h"
 #include "ops.h"
@@ -60,8 +61,16 @@ using Codes = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::c
 
 void require(bool ok, const char* what) { if (!ok) throw nb::value_error(what); }
 
+constexpr int64_t MAX_DIM = int64_t(1) << 31, MAX_ELEMENTS = int64_t(1) << 40;   // products of three stay far below 2^63
+
+std::unique_ptr<Array> new_array(int64_t rows, int64_t cols) {
+    require(rows >= 0 && cols >= 0 && rows <= MAX_DIM && cols <= MAX_DIM, "array shape");
+    if (rows * cols > MAX_ELEMENTS) throw std::bad_alloc();
+    return std::make_unique<Array>(rows, cols);
+}
+
 std::unique_ptr<Array> array_from(Floats x) {
-    auto a = std::make_unique<Array>((int64_t)x.shape(0), (int64_t)x.shape(1));
+    auto a = new_array((int64_t)x.shape(0), (int64_t)x.shape(1));
     for (int64_t i = 0; i < a->rows; i++) std::memcpy(a->mat().data + i * a->stride, x.data() + i * a->cols, sizeof(float) * a->cols);
     return a;
 }
@@ -70,23 +79,27 @@ std::unique_ptr<Array> like(const Array& x) { return std::make_unique<Array>(x.r
 
 Rotation rotation_of(const Array* signs, int64_t block, int64_t K) {
     if (!signs) return {nullptr, 0};
-    require(signs->cols == K && block > 0 && (block & (block - 1)) == 0 && K % block == 0, "rotation does not fit the rows");
+    require(signs->rows > 0 && signs->cols == K && block > 0 && (block & (block - 1)) == 0 && K % block == 0, "rotation does not fit the rows");
     return {signs->mat().data, block};
 }
+
+int64_t end_of(const Slice& s) { return (int64_t)s.n0 + s.n; }
 
 void linear(const Array& x, const QuantisedRows* rows, const std::vector<const Slice*>& slices, const std::vector<Array*>& outs, nb::list biases) {
     require(slices.size() == outs.size() && nb::len(biases) == outs.size(), "one output and one bias (or None) a slice");
     std::vector<LinearJob> jobs;
     for (size_t i = 0; i < slices.size(); i++) {
+        require(slices[i] && outs[i], "a slice or an output is None");
         const Slice& s = *slices[i];
         const Mat out = outs[i]->mat();
-        require(out.rows == x.rows && s.n0 + s.n <= out.stride, "output does not fit the slice");
+        require(out.rows == x.rows && end_of(s) <= out.stride, "output does not fit the slice");
         if (s.codec == Codec::i8) require(rows && rows->M == x.rows && rows->Kp == s.Kp, "quantised rows do not fit the slice");
         else require(x.cols <= s.Kp, "rows do not fit the slice");
         const float* bias = nullptr;
         if (!biases[i].is_none()) {
+            require(nb::isinstance<Array>(biases[i]), "a bias is an Array or None");
             const Array& b = nb::cast<const Array&>(biases[i]);
-            require(s.n0 + s.n <= b.stride, "bias does not fit the slice");
+            require(b.rows > 0 && end_of(s) <= b.stride, "bias does not fit the slice");
             bias = b.mat().data;
         }
         jobs.push_back({s, out, bias});
@@ -109,7 +122,11 @@ nb::tuple top_k(Floats logits, int64_t row, int64_t k) {
     {
         nb::gil_scoped_release unlocked;
         for (int64_t i = 0; i < n; i++) order[i] = (int32_t)i;
-        auto better = [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); };
+        auto better = [x](int32_t a, int32_t b) {   // NaN behind all numbers: the sort needs an order
+            const float p = x[a], q = x[b];
+            if (p != p || q != q) return (p != p) == (q != q) ? a < b : q != q;
+            return p > q || (p == q && a < b);
+        };
         if (k < n) std::nth_element(order.begin(), order.begin() + k, order.end(), better);
         std::sort(order.begin(), order.begin() + k, better);
     }
@@ -132,7 +149,7 @@ void bind_kernels(nb::module_& m) {
     m.def("set_threads", [](int n) { require(n >= 1 && n <= 256, "threads must lie in 1..256"); nb::gil_scoped_release unlocked; pool_resize(n); });
 
     nb::class_<Array>(m, "Array")
-        .def(nb::init<int64_t, int64_t>())
+        .def(nb::new_(&new_array))
         .def_static("of", &array_from)
         .def_ro("rows", &Array::rows)
         .def_ro("cols", &Array::cols)
@@ -174,8 +191,8 @@ void bind_kernels(nb::module_& m) {
         .def_ro("n0", &Slice::n0)
         .def_ro("n", &Slice::n)
         .def("__init__", [](Slice* self, int codec, uintptr_t codes, uintptr_t scales, int64_t Kp, int64_t ks, int32_t n0, int32_t n) {
-        require((codec == 0 || codec == 1) && codes % 64 == 0 && scales % 64 == 0, "codec or alignment");
-        require(Kp > 0 && Kp % 32 == 0 && ks > 0 && ks % 32 == 0 && Kp % ks == 0 && n0 >= 0 && n > 0 && n % 64 == 0, "slice shape");
+        require((codec == 0 || codec == 1) && codes && codes % 64 == 0 && scales % 64 == 0 && (scales || codec == 0), "codec or alignment");
+        require(Kp > 0 && Kp <= MAX_DIM && Kp % 32 == 0 && ks > 0 && ks % 32 == 0 && Kp % ks == 0 && n0 >= 0 && n > 0 && n % 64 == 0, "slice shape");
         new (self) Slice{(Codec)codec, (const uint8_t*)codes, (const float*)scales, Kp, ks, n0, n};
     });
     nb::class_<Batch>(m, "Batch").def("__init__", [](Batch* self, Ints positions, Ints slots, IntTable runs, IntTable table) {
@@ -194,16 +211,21 @@ void bind_kernels(nb::module_& m) {
         }
     });
     nb::class_<KvCache>(m, "KvCache")
-        .def(nb::init<int64_t, int64_t, int64_t, int64_t, bool>(), nb::arg("layers"), nb::arg("heads"), nb::arg("dim"), nb::arg("blocks"), nb::arg("half"))
+        .def(nb::new_([](int64_t layers, int64_t heads, int64_t dim, int64_t blocks, bool half) {
+            require(layers > 0 && heads > 0 && dim > 0 && blocks > 0, "cache shape");
+            if (layers > 1 << 16 || heads > 1 << 16 || dim > 1 << 16 || blocks > MAX_DIM / KV_BLOCK ||
+                (double)layers * heads * dim * blocks > 1e14) throw std::bad_alloc();
+            return std::make_unique<KvCache>(layers, heads, dim, blocks, half);
+        }), nb::arg("layers"), nb::arg("heads"), nb::arg("dim"), nb::arg("blocks"), nb::arg("half"))
         .def_ro("blocks", &KvCache::blocks)
         .def("block_bytes", &KvCache::block_bytes);
 
     m.def("linear", &linear, nb::arg("x"), nb::arg("rows").none(), nb::arg("slices"), nb::arg("outs"), nb::arg("biases"));
     m.def("accumulate", [](const QuantisedRows& rows, const Slice& s, nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
-        require(s.codec == Codec::i8 && rows.Kp == s.Kp && (int64_t)out.shape(0) == rows.M && s.n0 + s.n <= (int64_t)out.shape(1), "accumulators do not fit");
+        require(s.codec == Codec::i8 && rows.Kp == s.Kp && (int64_t)out.shape(0) == rows.M && end_of(s) <= (int64_t)out.shape(1), "accumulators do not fit");
         nb::gil_scoped_release unlocked;
         op_accumulate(rows.view(), s, out.data(), (int64_t)out.shape(1));
-    });
+    }, nb::arg("rows"), nb::arg("slice"), nb::arg("out").noconvert());
     m.def("quantise", [](const Array& x, const Array* signs, int64_t block) {
         const Rotation r = rotation_of(signs, block, x.cols);
         auto q = std::make_unique<QuantisedRows>(x.rows, (x.cols + 31) / 32 * 32);
@@ -216,21 +238,21 @@ void bind_kernels(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         const int64_t K = (int64_t)x.shape(1);
         parallel_runs((int64_t)x.shape(0), [&](int64_t b, int64_t e, int) { kernels()->rotate(x.data() + b * K, e - b, K, K, r, inverse); });
-    }, nb::arg("x"), nb::arg("signs"), nb::arg("block"), nb::arg("inverse") = false);
+    }, nb::arg("x").noconvert(), nb::arg("signs"), nb::arg("block"), nb::arg("inverse") = false);   // a copy would swallow the result
     m.def("rms_norm", [](const Array& x, const Array& w, float eps) {
-        require(w.cols == x.cols, "norm weight does not fit the rows");
+        require(w.rows > 0 && w.cols == x.cols, "norm weight does not fit the rows");
         auto out = like(x);
         nb::gil_scoped_release unlocked;
         op_rms_norm(x.mat(), w.mat().data, eps, out->mat());
         return out;
     });
     m.def("head_norm", [](Array& x, const Array& w, float eps) {
-        require(w.cols > 0 && x.cols % w.cols == 0, "norm weight does not fit the heads");
+        require(w.rows > 0 && w.cols > 0 && x.cols % w.cols == 0, "norm weight does not fit the heads");
         nb::gil_scoped_release unlocked;
         op_head_norm(x.mat(), w.cols, w.mat().data, eps);
     });
     m.def("rope_table", [](const Batch& b, const std::vector<double>& inv_freq, float magnitude) {
-        auto out = std::make_unique<Array>((int64_t)b.positions.size(), (int64_t)(2 * inv_freq.size()));
+        auto out = new_array((int64_t)b.positions.size(), (int64_t)(2 * inv_freq.size()));
         nb::gil_scoped_release unlocked;
         op_rope_table(b, inv_freq, magnitude, out->mat());
         return out;
@@ -257,7 +279,7 @@ void bind_kernels(nb::module_& m) {
     m.def("scale", [](Array& x, float f) { nb::gil_scoped_release unlocked; op_scale(x.mat(), f); });
     m.def("softcap", [](Array& x, float cap) { require(cap > 0, "soft cap must be positive"); nb::gil_scoped_release unlocked; op_softcap(x.mat(), cap); });
     m.def("take", [](const Array& x, Ints rows) {
-        auto out = std::make_unique<Array>((int64_t)rows.shape(0), x.cols);
+        auto out = new_array((int64_t)rows.shape(0), x.cols);
         for (int64_t i = 0; i < out->rows; i++) {
             require(rows.data()[i] >= 0 && rows.data()[i] < x.rows, "no such row");
             std::memcpy(out->mat().data + i * out->stride, x.mat().data + rows.data()[i] * x.stride, sizeof(float) * x.stride);
@@ -267,13 +289,13 @@ void bind_kernels(nb::module_& m) {
     m.def("gather", [](const std::vector<const Slice*>& slices, Ints ids, int64_t K, int64_t N, const Array* signs, int64_t block) {
         const Rotation r = rotation_of(signs, block, K);
         std::vector<Slice> views;
-        for (const Slice* s : slices) { require(K <= s->Kp, "rows do not fit the slice"); views.push_back(*s); }
+        for (const Slice* s : slices) { require(s && K >= 0 && K <= s->Kp, "rows do not fit the slice"); views.push_back(*s); }
         for (size_t i = 0; i < ids.shape(0); i++) {
             bool found = ids.data()[i] >= 0 && ids.data()[i] < N;
             if (found) { found = false; for (const Slice& s : views) found |= ids.data()[i] >= s.n0 && ids.data()[i] < s.n0 + s.n; }
             require(found, "token outside of the vocabulary");
         }
-        auto out = std::make_unique<Array>((int64_t)ids.shape(0), K);
+        auto out = new_array((int64_t)ids.shape(0), K);
         nb::gil_scoped_release unlocked;
         op_gather(views, ids.data(), (int64_t)ids.shape(0), K, r, out->mat());
         return out;
@@ -320,8 +342,8 @@ NB_MODULE(_core, m) {
         types.append(nb::make_tuple(t.id, t.name, t.block, t.bytes));
     }
     m.attr("tensor_types") = nb::tuple(types);
-    m.def("dequantise", &py_dequantise, nb::arg("type"), nb::arg("src"), nb::arg("out"), nb::arg("first") = 0);
-    m.def("scan_strings", &py_scan_strings, nb::arg("src"), nb::arg("offset"), nb::arg("starts"), nb::arg("lengths"));
+    m.def("dequantise", &py_dequantise, nb::arg("type"), nb::arg("src"), nb::arg("out").noconvert(), nb::arg("first") = 0);
+    m.def("scan_strings", &py_scan_strings, nb::arg("src"), nb::arg("offset"), nb::arg("starts").noconvert(), nb::arg("lengths").noconvert());
     // --- end of sources bindings ---
     bind_kernels(m);
 }
