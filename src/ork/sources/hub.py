@@ -94,6 +94,8 @@ def resolve(model: str, *, cache: Path | None = None) -> Path:
     Fetches nothing. Raises UsageError with what to type for a model that is known but not here, or unknown.
     """
     cache = cache or home()
+    if not model.startswith("hf:") and os.path.exists(model):
+        return Path(model)
     if model in BY_NAME or model.startswith("hf:"):
         kept = _kept_hf(model, cache) if model.startswith("hf:") else _named_path(BY_NAME[model], cache)
         if kept is None or not kept.exists():
