@@ -226,6 +226,19 @@ void bind_kernels(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         op_accumulate(rows.view(), s, out.data(), (int64_t)out.shape(1));
     }, nb::arg("rows"), nb::arg("slice"), nb::arg("out").noconvert());
+    m.def("accumulate_at", [](uintptr_t a, int64_t pitch, int64_t M, int64_t K, uintptr_t w, int64_t N, uintptr_t out, int64_t out_pitch) {
+        require(M > 0 && K > 0 && K % 32 == 0 && N > 0 && N % 32 == 0 && pitch >= K && out_pitch >= N && out % 4 == 0, "matmul shape");
+        nb::gil_scoped_release unlocked;
+        op_accumulate_at((const int8_t*)a, pitch, M, K, (const uint8_t*)w, N, (int32_t*)out, out_pitch);
+    });
+    m.def("scale_sums", [](const std::vector<uintptr_t>& parts, int64_t pitch, const QuantisedRows& rows, const Slice& s, Array& out, const Array* bias) {
+        require(!parts.empty() && pitch >= s.n && out.rows == rows.M && s.n0 + s.n <= out.stride && s.codec == Codec::i8, "sums do not fit the slice");
+        require(!bias || s.n0 + s.n <= bias->stride, "bias does not fit the slice");
+        std::vector<const int32_t*> p;
+        for (uintptr_t x : parts) p.push_back((const int32_t*)x);
+        nb::gil_scoped_release unlocked;
+        op_scale_sums(p, pitch, rows.view(), s.scales, s.n0, s.n, out.mat(), bias ? bias->mat().data : nullptr);
+    }, nb::arg("parts"), nb::arg("pitch"), nb::arg("rows"), nb::arg("slice"), nb::arg("out"), nb::arg("bias").none());
     m.def("quantise", [](const Array& x, const Array* signs, int64_t block) {
         const Rotation r = rotation_of(signs, block, x.cols);
         auto q = std::make_unique<QuantisedRows>(x.rows, (x.cols + 31) / 32 * 32);

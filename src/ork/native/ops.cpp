@@ -113,6 +113,30 @@ void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t s
     parallel_runs(slice.n / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(rows, slice, b, e, out, stride); });
 }
 
+void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, const uint8_t* w, int64_t N, int32_t* out, int64_t out_pitch) {
+    QuantisedRows rows(M, K);
+    for (int64_t m = 0; m < M; m++) {
+        const int8_t* row = a + m * pitch;
+        std::memcpy(rows.codes + m * K, row, (size_t)K);
+        int32_t sum = 0;
+        int8_t least = 0;
+        for (int64_t k = 0; k < K; k++) { sum += row[k]; least = row[k] < least ? row[k] : least; }
+        rows.sums[m] = sum;
+        rows.full_range |= least == -128;
+    }
+    const Slice slice = {Codec::i8, w, nullptr, K, K, 0, (int32_t)N};
+    const Rows view = rows.view();
+    const Kernels* k = kernels();
+    parallel_runs(N / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(view, slice, b, e, out, out_pitch); });
+}
+
+void op_scale_sums(const std::vector<const int32_t*>& parts, int64_t pitch, const Rows& rows, const float* scales, int64_t n0, int64_t n, const Mat& out, const float* bias) {
+    const Kernels* k = kernels();
+    by_rows(rows.M, n, [&](int64_t b, int64_t e) {
+        k->scale_sums(parts.data(), (int64_t)parts.size(), pitch, b, e, rows.scales, scales, n0, n, out, bias);
+    });
+}
+
 // --- rows -------------------------------------------------------------------------------------------------------------------
 
 void op_quantise(const Mat& x, const Rotation& r, QuantisedRows& out) {
@@ -219,7 +243,8 @@ void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat
     }
     const int64_t vectors = most_rows * share, partial = round_up(2 * vectors + 16, 16) + vectors * kv.dim_pad;
     auto at = [&](float* p) { return Partial{p, p + vectors, p + round_up(2 * vectors + 16, 16)}; };
-    const int64_t threads = pool_threads(), scratch = k->attention_scratch(a, most_rows);
+    const int threads = pool_threads();
+    const int64_t scratch = k->attention_scratch(a, most_rows);
 
     if (threads == 1 || units >= 4 * threads || most_blocks == 1) {   // a thread takes a tile and head through all its blocks
         Buffer memory(sizeof(float) * (size_t)(threads * (scratch + 2 * partial)));
@@ -236,7 +261,7 @@ void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat
                 }
                 k->attention_finish(a, t, head, total);
             }
-        });
+        }, threads);
         return;
     }
     // Few tiles, many blocks (decoding a long context): blocks in parallel, then the same merges in the same order.
@@ -249,7 +274,7 @@ void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat
             if (r.first + j <= r.last)
                 k->attention_block(a, tiles[u / kv.heads], u % kv.heads, r.first + j, (float*)memory.data() + worker * scratch, at(partials + i * partial));
         }
-    });
+    }, threads);
     for (int64_t u = 0; u < units; u++) {
         const Tile& t = tiles[u / kv.heads];
         const BlockRange r = blocks_of(t, window);

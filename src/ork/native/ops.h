@@ -77,6 +77,9 @@ struct LinearJob { Slice slice; Mat out; const float* bias; };
 
 void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& jobs);
 void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t stride);
+// Sums of int8 rows `pitch` apart with one weight block [N/32][K/32][32][32], for the emulator: out[m][n], rows out_pitch apart.
+void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, const uint8_t* w, int64_t N, int32_t* out, int64_t out_pitch);
+void op_scale_sums(const std::vector<const int32_t*>& parts, int64_t pitch, const Rows& rows, const float* scales, int64_t n0, int64_t n, const Mat& out, const float* bias);
 void op_quantise(const Mat& x, const Rotation& rotation, QuantisedRows& out);
 void op_rms_norm(const Mat& x, const float* weight, float eps, const Mat& out);
 void op_head_norm(const Mat& x, int64_t dim, const float* weight, float eps);
