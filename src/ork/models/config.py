@@ -104,16 +104,16 @@ def read_config(
         head_dim=head_dim,
         vocab=vocab,
         context=read.count("context_length", top=1 << 30),
-        eps=read.number("attention.layer_norm_rms_epsilon"),
+        eps=_at_least_zero(read, "attention.layer_norm_rms_epsilon"),
         rope_base=_positive(read, "rope.freq_base", 10000.0),
         rope_dim=rope_dim - rope_dim % 2,
         rope_scaling=_scaling(read),
         window=window,
         window_pattern=_pattern(read, layers, window, default_pattern),
         local_rope_base=_positive(read, "rope.freq_base_swa", local_base or 10000.0),
-        attention_scale=read.number("attention.scale", 0.0) or head_dim**-0.5,
-        attention_softcap=read.number("attn_logit_softcapping", 0.0),
-        final_softcap=read.number("final_logit_softcapping", 0.0),
+        attention_scale=_at_least_zero(read, "attention.scale", 0.0) or head_dim**-0.5,
+        attention_softcap=_at_least_zero(read, "attn_logit_softcapping", 0.0),
+        final_softcap=_at_least_zero(read, "final_logit_softcapping", 0.0),
         tied=tied,
     )
 
@@ -125,10 +125,17 @@ def _positive(read: _Reader, key: str, default: float) -> float:
     return value
 
 
+def _at_least_zero(read: _Reader, key: str, default: float | None = None) -> float:
+    value = read.number(key, default)
+    if value < 0:
+        raise SourceError(f"metadata: {read.arch}.{key} = {value} must not be negative")
+    return value
+
+
 def _scaling(read: _Reader) -> RopeScaling:
     kind = str(read.metadata.get(f"{read.arch}.rope.scaling.type", "none"))
     if kind in ("none", ""):
-        factor = read.number("rope.scale_linear", 1.0)  # the key's older name
+        factor = _positive(read, "rope.scale_linear", 1.0)  # the key's older name
         return RopeScaling("linear", factor) if factor != 1.0 else RopeScaling()
     if kind == "linear":
         return RopeScaling("linear", _positive(read, "rope.scaling.factor", 1.0))
@@ -143,5 +150,7 @@ def _pattern(read: _Reader, layers: int, window: int, default_pattern: int) -> t
         if value.size < layers:
             raise SourceError(f"metadata: the sliding window pattern names {value.size} of {layers} layers")
         return tuple(bool(v) for v in value[:layers])
-    every = value if isinstance(value, int) and not isinstance(value, bool) else default_pattern
+    every = (
+        default_pattern if value is None else read.count("attention.sliding_window_pattern", top=MAX_LAYERS, least=0)
+    )
     return tuple(not every or (i + 1) % every != 0 for i in range(layers))

@@ -1,0 +1,145 @@
+"""Tiny models as GGUF files: a byte-level vocabulary of 300 tokens, every architecture, random or speaking weights.
+
+A *speaking* model has weights that do nothing but its embedding and head: after a token always comes its successor, so
+that the text it writes is known. A *random* model has a say of every weight in every logit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.gguf_writer import write_gguf
+from tests.text.reference import LETTERS
+
+F32 = npt.NDArray[np.float32]
+
+END, START, STOP = "<|end|>", "<|im_start|>", "<|im_end|>"
+MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the")]
+TOKENS = [END, START, STOP, *LETTERS, *(a + b for a, b in MERGES)]
+VOCAB = len(TOKENS)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [3, 3, 3, *[1] * (VOCAB - 3)],
+    "tokenizer.ggml.merges": [f"{a} {b}" for a, b in MERGES],
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.eos_token_id": 0,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": TEMPLATE,
+}
+# What each architecture has beyond Llama's tensors.
+QK_NORM, BIASES, POST_NORMS = {"qwen3", "gemma3"}, {"qwen2"}, {"gemma3"}
+
+
+def token(byte: int | str) -> int:
+    """The token of one byte."""
+    return 3 + (byte if isinstance(byte, int) else ord(byte))
+
+
+def metadata(arch: str = "llama", **changes: Any) -> dict[str, Any]:
+    """Two layers of width 64 with 4 heads over 2; `changes` are keys without the architecture's name, "_" for "."."""
+    sizes = {
+        "block_count": 2,
+        "context_length": 2048,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 10000.0,
+    }
+    if arch == "gemma3":
+        sizes |= {"attention.sliding_window": 100, "final_logit_softcapping": 20.0}
+    return {
+        "general.architecture": arch,
+        "general.name": "tiny",
+        **{f"{arch}.{key}": value for key, value in sizes.items()},
+        **TOKENIZER,
+        **changes,
+    }
+
+
+def random_tensors(
+    arch: str = "llama", seed: int = 0, *, tied: bool | None = None, rows: int = VOCAB
+) -> dict[str, F32]:
+    """Weights that fit `metadata(arch)`, each of a size that matters; `tied` as the architecture's models are."""
+    rng = np.random.default_rng(seed)
+    width, ffn, q, kv = 64, 96, 64, 32
+
+    def matrix(n: int, k: int) -> F32:
+        return (rng.standard_normal((n, k)) / np.sqrt(k) * 1.5).astype(np.float32)
+
+    def norm(n: int) -> F32:
+        return (1 + 0.3 * rng.standard_normal(n)).astype(np.float32)
+
+    out = {"token_embd.weight": matrix(rows, width), "output_norm.weight": norm(width)}
+    if not (arch in {"gemma3", "qwen2"} if tied is None else tied):
+        out["output.weight"] = matrix(rows, width)
+    for i in range(2):
+        block = {
+            "attn_norm.weight": norm(width),
+            "attn_q.weight": matrix(q, width),
+            "attn_k.weight": matrix(kv, width),
+            "attn_v.weight": matrix(kv, width),
+            "attn_output.weight": matrix(width, q),
+            "ffn_norm.weight": norm(width),
+            "ffn_gate.weight": matrix(ffn, width),
+            "ffn_up.weight": matrix(ffn, width),
+            "ffn_down.weight": matrix(width, ffn),
+        }
+        if arch in QK_NORM:
+            block |= {"attn_q_norm.weight": norm(16), "attn_k_norm.weight": norm(16)}
+        if arch in POST_NORMS:
+            block |= {"post_attention_norm.weight": norm(width), "post_ffw_norm.weight": norm(width)}
+        if arch in BIASES:
+            block |= {f"attn_{p}.bias": norm(n) for p, n in (("q", q), ("k", kv), ("v", kv))}
+        out |= {f"blk.{i}.{name}": value for name, value in block.items()}
+    return out
+
+
+def speaking_tensors(text: str, *, tail: str = END) -> dict[str, F32]:
+    """Weights of a llama that says `text` after its first character and `tail` (a marker or a byte) after its last.
+
+    No byte of `text` may repeat; every token that `text` does not hold is followed by its first byte.
+    """
+    said = [token(byte) for byte in text.encode()]
+    assert len(set(said)) == len(said) < 64
+    out = random_tensors("llama", 1, tied=False)
+    for name, value in out.items():
+        if name.startswith("blk.") and "norm" not in name:
+            out[name] = np.zeros_like(value)
+    own = np.linalg.qr(np.random.default_rng(2).standard_normal((64, 64)))[0].astype(np.float32)
+    embedding, head = np.tile(own[-1], (VOCAB, 1)), np.zeros((VOCAB, 64), np.float32)
+    head[said[0]] = own[-1]
+    for i, (a, b) in enumerate(zip(said, [*said[1:], TOKENS.index(tail) if tail in TOKENS else token(tail)])):
+        embedding[a] = own[i]
+        head[b] += own[i]
+    return out | {"token_embd.weight": embedding, "output.weight": head, "output_norm.weight": np.ones(64, np.float32)}
+
+
+def write(path: Path, values: dict[str, Any], tensors: dict[str, F32], kind: str = "F32") -> Path:
+    """A GGUF with matrices of type `kind` (rows of other widths than its blocks as F32) and f32 vectors."""
+    block = 32 if kind.startswith("Q") else 1
+    typed = {
+        name: (kind if a.ndim == 2 and a.shape[1] % block == 0 else "F32", a, a.shape) for name, a in tensors.items()
+    }
+    return write_gguf(path, values, typed)
+
+
+def random_gguf(path: Path, arch: str = "llama", seed: int = 0, kind: str = "F32", **changes: Any) -> Path:
+    return write(path, metadata(arch, **changes), random_tensors(arch, seed), kind)
+
+
+def speaking_gguf(path: Path, text: str, *, tail: str = END, **changes: Any) -> Path:
+    return write(path, metadata(**changes), speaking_tensors(text, tail=tail))
