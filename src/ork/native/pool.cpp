@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,7 +22,8 @@ inline void relax() {
 #endif
 }
 
-// About 50 us of spinning: decode posts a job every few microseconds, a waiting user none for seconds.
+// About 50 us of spinning: decode posts a job every few microseconds, a waiting user none for seconds. The caller waits for
+// its workers by spinning too, and past that long offers its core to them: there may be more threads than cores.
 constexpr int SPINS = 2000;
 
 // A worker's share of a job: [begin, end) of its units, and the job's tag, in one word that owner and thieves change by CAS.
@@ -49,21 +51,23 @@ class Pool {
 
     // Returns when every unit is done. A worker that the system has not scheduled meanwhile is not waited for: others have
     // done its share, and the tag keeps it from touching a later job with an earlier job's task.
-    void run(int64_t count, int64_t grain, const RangeTask& task) {
+    void run(int64_t count, int64_t grain, int workers, const RangeTask& task) {
         std::lock_guard<std::mutex> one_at_a_time(run_mutex_);
         const uint32_t epoch = epoch_.load() + 1;
         task_.store(&task, std::memory_order_relaxed);
         grain_.store(grain, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
-        for (int w = 0; w < size_; w++)
-            shares_[w].word.store(pack(tag_of(epoch), count * w / size_, count * (w + 1) / size_), std::memory_order_release);
+        workers_.store(workers, std::memory_order_relaxed);
+        for (int w = 0; w < size_; w++)   // beyond `workers` a share is empty
+            shares_[w].word.store(w < workers ? pack(tag_of(epoch), count * w / workers, count * (w + 1) / workers) : pack(tag_of(epoch), 0, 0), std::memory_order_release);
         epoch_.store(epoch);            // seq_cst: ordered before the sleepers_ read below
         if (sleepers_.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex_); }
             wake_.notify_all();
         }
         work(0, epoch);
-        while (done_.load(std::memory_order_acquire) != count) relax();
+        for (int spins = 0; done_.load(std::memory_order_acquire) != count; spins++)
+            spins < SPINS ? relax() : std::this_thread::yield();
     }
 
   private:
@@ -72,10 +76,12 @@ class Pool {
     void work(int w, uint32_t epoch) {
         const RangeTask* task = task_.load(std::memory_order_relaxed);   // used only once a claim has shown that the job is alive
         const int64_t grain = grain_.load(std::memory_order_relaxed);
+        const int workers = workers_.load(std::memory_order_relaxed);
+        if (w >= workers) return;
         int64_t b, e;
         while (claim(shares_[w], epoch, grain, true, &b, &e)) finish(*task, b, e, w);
-        for (int other = 1; other < size_; other++)
-            while (claim(shares_[(w + other) % size_], epoch, grain, false, &b, &e)) finish(*task, b, e, w);
+        for (int other = 1; other < workers; other++)
+            while (claim(shares_[(w + other) % workers], epoch, grain, false, &b, &e)) finish(*task, b, e, w);
     }
     void finish(const RangeTask& task, int64_t b, int64_t e, int w) {
         task(b, e, w);
@@ -120,6 +126,7 @@ class Pool {
     std::condition_variable wake_;
     std::atomic<const RangeTask*> task_{nullptr};
     std::atomic<int64_t> grain_{1};
+    std::atomic<int> workers_{1};
     alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<int> sleepers_{0};
@@ -127,34 +134,42 @@ class Pool {
 };
 
 std::mutex pool_mutex;
-Pool* pool = nullptr;   // leaked at exit on purpose: joining threads in static destruction can hang an interpreter
+using PoolRef = std::shared_ptr<Pool>;   // a pool lives as long as a call uses it, whatever pool_resize does meanwhile
 
-Pool& the_pool() {
+PoolRef& slot() {   // leaked at exit on purpose: joining threads in static destruction can hang an interpreter
+    static auto* p = new PoolRef(std::make_shared<Pool>(1));
+    return *p;
+}
+
+PoolRef the_pool() {
     std::lock_guard<std::mutex> lock(pool_mutex);
-    if (!pool) pool = new Pool(1);
-    return *pool;
+    return slot();
+}
+
+void run(int64_t count, int64_t grain, const RangeTask& task, int most_workers) {
+    if (count <= 0) return;
+    const PoolRef p = the_pool();
+    const int workers = p->size() < most_workers ? p->size() : most_workers;
+    if (grain == 0) grain = count / (8 * workers);   // small enough that a late thread's share can be taken over
+    if (grain < 1) grain = 1;
+    if (workers == 1 || count <= grain || count > MOST_UNITS) { task(0, count, 0); return; }
+    p->run(count, grain, workers, task);
 }
 
 }  // namespace
 
-int pool_threads() { return the_pool().size(); }
+int pool_threads() { return the_pool()->size(); }
 
 void pool_resize(int threads) {
+    if (threads < 1) threads = 1;
+    PoolRef old;   // let go of outside the lock: its threads are joined by whoever uses it last
     std::lock_guard<std::mutex> lock(pool_mutex);
-    if (pool && pool->size() == threads) return;
-    delete pool;
-    pool = new Pool(threads < 1 ? 1 : threads);
+    if (slot()->size() == threads) return;
+    old = std::exchange(slot(), std::make_shared<Pool>(threads));
 }
 
-void parallel_runs(int64_t count, RangeTask task) {
-    const int64_t parts = 8 * the_pool().size();   // small enough that a late thread's share can be taken over
-    parallel_chunks(count, count / parts > 1 ? count / parts : 1, task);
-}
+void parallel_runs(int64_t count, RangeTask task, int most_workers) { run(count, 0, task, most_workers); }
 
-void parallel_chunks(int64_t count, int64_t grain, RangeTask task) {
-    Pool& p = the_pool();
-    if (p.size() == 1 || count <= grain || count > MOST_UNITS) { if (count > 0) task(0, count, 0); return; }
-    p.run(count, grain, task);
-}
+void parallel_chunks(int64_t count, int64_t grain, RangeTask task, int most_workers) { run(count, grain, task, most_workers); }
 
 }  // namespace ork

@@ -21,7 +21,9 @@ void pool_resize(int threads);   // joins the old threads; 1 = everything on the
 
 // Every worker has one contiguous run of the units, taken chunk by chunk; who is done takes from the end of another's.
 // Decode wants the runs (each thread walks its own stretch of memory), a busy machine the taking over.
-void parallel_runs(int64_t count, RangeTask task);                      // chunks of an eighth of a run
-void parallel_chunks(int64_t count, int64_t grain, RangeTask task);     // chunks of `grain`, for uneven work
+// `most_workers` bounds the worker numbers a task sees, for callers that made scratch for so many before.
+constexpr int ALL_WORKERS = 1 << 20;
+void parallel_runs(int64_t count, RangeTask task, int most_workers = ALL_WORKERS);                     // chunks of an eighth of a run
+void parallel_chunks(int64_t count, int64_t grain, RangeTask task, int most_workers = ALL_WORKERS);    // chunks of `grain`, for uneven work
 
 }  // namespace ork
