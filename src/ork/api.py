@@ -70,7 +70,7 @@ class LoadedModel:
                 self.tokenizer.encode(prompt), SamplingParams(**sampling), limit=max_tokens, stop=stop, stats=stats
             )
         finally:
-            self.engine.pool.truncate(session.seq, 0)
+            session.close()
 
     def chat(self, template: str | None = None) -> Chat:
         """A conversation with a memory, in the model's own chat template (or a named one: chatml, gemma, llama3)."""
@@ -96,10 +96,10 @@ class Chat:
 
     def __init__(self, model: LoadedModel, template: str | None = None):
         t = model.tokenizer
+        self.session = Session(model.engine, t)
         self.template = ChatTemplate.of(model.pack.metadata, _piece(t, t.bos), _piece(t, t.eos), template)
         self.model = model
         self.messages: list[dict[str, str]] = []
-        self.session = Session(model.engine, t)
 
     def send(
         self,
@@ -111,8 +111,9 @@ class Chat:
         **sampling: Any,
     ) -> Iterator[str]:
         """The answer, piece by piece; the part that was yielded becomes the assistant's message."""
-        self.messages.append({"role": "user", "content": text})
-        prompt = self.model.tokenizer.encode(self.template.render(self.messages), bos=False)
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = self.model.tokenizer.encode(self.template.render(asked), bos=False)
+        self.messages = asked
         answer: list[str] = []
         try:
             for piece in self.session.generate(
@@ -126,6 +127,12 @@ class Chat:
         finally:
             if self.messages and self.messages[-1]["role"] == "user":
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
+
+    def close(self) -> None:
+        """Gives the conversation's part of the cache back; the messages stay, and `send` computes them again."""
+        self.session.close()
+
+    __del__ = close
 
 
 def _piece(tokenizer: Tokenizer, token: int | None) -> str:

@@ -172,6 +172,7 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
     kv = model.engine.pool.nbytes_per_block * max(1, -(-len_context(stats) // 256))
     facts = {
         "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
         "new_tokens": stats.new_tokens,
         "prefill_tok_s": round(stats.prefill_rate, 2),
         "decode_tok_s": round(stats.decode_rate, 2),
@@ -197,4 +198,4 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
 
 
 def len_context(stats: Stats) -> int:
-    return stats.prompt_tokens + stats.new_tokens
+    return stats.cached_tokens + stats.prompt_tokens + stats.new_tokens

@@ -48,10 +48,13 @@ class KvPool:
     def grow(self, seq: Sequence, length: int) -> None:
         """Gives `seq` blocks for `length` positions. Raises UsageError when the pool is empty."""
         need = -(-length // BLOCK) - len(seq.blocks)
-        if need > len(self._free):
-            raise UsageError(f"the KV cache is full at {self.positions} positions: give a larger -c")
+        self._check(need)
         for _ in range(need):
             seq.blocks.append(self._free.pop())
+
+    def _check(self, need: int) -> None:
+        if need > len(self._free):
+            raise UsageError(f"the KV cache is full at {self.positions} positions: give a larger -c")
 
     def truncate(self, seq: Sequence, length: int) -> None:
         """Forgets positions from `length` on and takes back whole blocks behind it."""
@@ -66,6 +69,10 @@ class KvPool:
         """The flat batch that appends tokens to sequences, and wants `every` row or the last of each part."""
         tokens, positions, slots, runs, wanted = [], [], [], [], []
         row = 0
+        lengths: dict[int, tuple[Sequence, int]] = {}
+        for seq, part in parts:
+            lengths[id(seq)] = seq, lengths.get(id(seq), (seq, seq.length))[1] + len(part)
+        self._check(sum(-(-length // BLOCK) - len(seq.blocks) for seq, length in lengths.values()))  # all or nothing
         for i, (seq, part) in enumerate(parts):
             n, start = len(part), seq.length
             self.grow(seq, start + n)

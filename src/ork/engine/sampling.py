@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native
-from ork.errors import UsageError
+from ork.errors import PackDamaged, UsageError
 
 PENALTY_WINDOW = 64  # tokens that the repetition penalty looks back on
-MAX_CANDIDATES = 1024  # enough: what lies behind the 1024 best has no mass worth sampling
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,17 @@ class Sampler:
         self._recent.extend(tokens)
 
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
-        """A token for one row of logits [vocab]."""
+        """A token for one row of logits [vocab]. Raises PackDamaged for logits that are no numbers."""
         p = self.params
         row = np.ascontiguousarray(logits, np.float32).reshape(1, -1)
         if p.repeat_penalty != 1.0 and self._recent:
             row = self._penalised(row)
+        count = 1 if p.temperature <= 0.0 else min(p.top_k, row.shape[1])  # 0: all
+        ids, values = native.top_k(row, 0, count)
+        if values[0] != values[0]:
+            raise PackDamaged("the logits are not numbers: the model is damaged, or overflows f16 (then try --kv f32)")
         if p.temperature <= 0.0:
-            return int(native.top_k(row, 0, 1)[0][0])
-        ids, values = native.top_k(row, 0, min(p.top_k or MAX_CANDIDATES, MAX_CANDIDATES, row.shape[1]))
+            return ids[0]
         keep = _nucleus(native.softmax(values, 1.0), p.top_p, p.min_p)
         return ids[_draw(native.softmax(values[:keep], 1.0 / p.temperature), self._random.random())]
 

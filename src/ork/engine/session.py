@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ork.engine.kvcache import KvPool, Sequence
+from ork.engine.kvcache import BLOCK, KvPool, Sequence
 from ork.engine.sampling import Sampler, SamplingParams
 from ork.errors import UsageError
 from ork.models import Model
@@ -24,7 +24,8 @@ CHUNK = 512  # rows of prefill in one forward pass
 class Stats:
     """What a generation took. Times in seconds; prefill ends when the first token is known."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # that were computed
+    cached_tokens: int = 0  # of the prompt that the cache still held
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -47,7 +48,8 @@ class Engine:
         c = model.config
         self.model = model
         self.context = context
-        self.pool = KvPool(c.layers, c.kv_heads, c.head_dim, context * sequences, half=half)
+        blocks = -(-context // BLOCK)
+        self.pool = KvPool(c.layers, c.kv_heads, c.head_dim, blocks * BLOCK * sequences, half=half)
         ops.cache = self.pool.cache
 
     def forward(self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool = False) -> npt.NDArray[np.float32]:
@@ -73,8 +75,9 @@ class Engine:
     def prefill(self, seq: Sequence, tokens: Seq[int], chunk: int = CHUNK) -> npt.NDArray[np.float32]:
         """Logits [vocab] after the last of `tokens`."""
         for i in range(0, len(tokens), chunk):
-            last = self.forward([(seq, tokens[i : i + chunk])])
-        return last[0]
+            logits = self.forward([(seq, tokens[i : i + chunk])])
+        last: npt.NDArray[np.float32] = logits[0]
+        return last
 
     def logits(self, tokens: Seq[int], chunk: int = CHUNK) -> npt.NDArray[np.float32]:
         """Logits [len(tokens), vocab] of every position of a sequence of its own."""
@@ -122,7 +125,7 @@ class Session:
             )
         sampler = Sampler(params)
         sampler.accept(prompt)
-        stats.prompt_tokens = len(fresh)
+        stats.prompt_tokens, stats.cached_tokens = len(fresh), len(self.tokens)
         stats.reason = "length"
         if limit == 0:
             return
@@ -164,6 +167,11 @@ class Session:
             stats.reason = "interrupted"
             raise
 
+    def close(self) -> None:
+        """Gives the cache's blocks back; a session that is used again starts from nothing."""
+        self.engine.pool.truncate(self.seq, 0)
+        self.tokens.clear()
+
     def _reuse(self, prompt: Seq[int]) -> list[int]:
         """Keeps the longest common prefix in the cache and returns what must be computed: at least one token."""
         if not prompt:
@@ -187,11 +195,12 @@ class StopWindow:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that can be shown, whether a stop text was reached)."""
+        """(text that can be shown, whether a stop text was reached): the one that is complete first, however the text
+        is cut into pieces."""
         self.held += text
-        found = [i for s in self.stop if (i := self.held.find(s)) >= 0]
+        found = [(i + len(s), i) for s in self.stop if (i := self.held.find(s)) >= 0]
         if found:
-            shown, self.held = self.held[: min(found)], ""
+            shown, self.held = self.held[: min(found)[1]], ""
             return shown, True
         hold = max((_overlap(self.held, s) for s in self.stop), default=0)
         shown = self.held[: len(self.held) - hold]
