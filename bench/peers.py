@@ -1,7 +1,7 @@
 """Speed beside llama.cpp and ik_llama.cpp: the same GGUF, the same threads, one run.
 
     python bench/peers.py --setup                  # once: builds both in environments of their own (minutes)
-    python bench/peers.py MODEL.gguf [--threads 2] [--rounds 3] [--llama-bench PATH] [--json FILE]
+    python bench/peers.py [MODEL ...] [--threads 2] [--rounds 3] [--llama-bench PATH] [--json FILE]
 
 Prefill is one batch of 512 tokens from an empty KV cache (llama-bench's pp512), decode 128 tokens one at a time from an
 empty cache (tg128), in tokens per second; f16 KV cache, everything else as each program sets it by default. ork runs
@@ -25,9 +25,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from inputs import add_models, fresh_pack, gguf_file
 from peer_env import PEERS, require, run_worker, set_up
 
 PP, TG, REPEATS = 512, 128, 3
@@ -82,39 +84,27 @@ class ReadBandwidth:
         return best
 
 
-def command_json(command: list[str]) -> Any:
+def program_samples(command: list[str], is_prefill: Callable[[dict[str, Any]], bool]) -> Samples:
+    """From a program that prints llama-bench's JSON: a list of tests with their `samples_ts`."""
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout)
+    samples: Samples = {"pp" if is_prefill(row) else "tg": row["samples_ts"] for row in json.loads(done.stdout)}
+    assert samples.keys() == {"pp", "tg"}
+    return samples
 
 
-def convert(model: Path, folder: Path) -> Path:
-    """The model's default i8 pack, made anew."""
-    pack = folder / f"{model.stem}.orkpack"
-    command = [sys.executable, "-m", "ork", "convert", str(model), "-o", str(pack)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return pack
-
-
-def llama_bench_samples(rows: list[dict[str, Any]]) -> Samples:
-    """From llama-bench's JSON (`n_prompt`, `n_gen`, `samples_ts`), which `ork bench` writes too."""
-    found: Samples = {"pp" if row["n_prompt"] else "tg": row["samples_ts"] for row in rows}
-    if found.keys() != {"pp", "tg"}:
-        raise SystemExit("expected one prefill and one decode test")
-    return found
+TESTS = ["-p", str(PP), "-n", str(TG), "-r", str(REPEATS), "-o", "json"]
 
 
 def run_ork(pack: Path, threads: int) -> Samples:
-    options = ["-p", str(PP), "-n", str(TG), "-r", str(REPEATS), "--threads", str(threads), "-o", "json"]
-    return llama_bench_samples(command_json([sys.executable, "-m", "ork", "bench", str(pack), *options]))
+    command = [sys.executable, "-m", "ork", "bench", str(pack), *TESTS, "--threads", str(threads)]
+    return program_samples(command, lambda row: row["test"] == f"pp{PP}")
 
 
 def run_llama_bench(program: Path, model: Path, threads: int) -> Samples:
-    options = ["-m", str(model), "-p", str(PP), "-n", str(TG), "-r", str(REPEATS), "-t", str(threads), "-o", "json"]
-    return llama_bench_samples(command_json([str(program), *options]))
+    command = [str(program), "-m", str(model), *TESTS, "-t", str(threads)]
+    return program_samples(command, lambda row: row["n_prompt"] > 0)
 
 
 def run_peer(name: str, model: Path, threads: int) -> Samples:
@@ -154,19 +144,18 @@ def summarise(result: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
     return summary
 
 
-def markdown(result: dict[str, Any], summary: dict[str, Any], threads: int, model: Path) -> str:
-    """The table."""
-    busy = max(result["busy_cores"])
-    read = result["read_gb_s"]
+def markdown(result: dict[str, Any]) -> str:
+    """The table of one model."""
+    busy, read = max(result["busy_cores"]), result["read_gb_s"]
     lines = [
-        f"{model.name}, {threads} threads, {len(read)} rounds; read bandwidth {statistics.median(read):.1f} GB/s "
-        f"({min(read):.1f}-{max(read):.1f}); before a round others used up to {busy:.2f} cores"
-        f"{': **not idle**' if busy > BUSY else ''}",
+        f"{result['model']}, {result['threads']} threads, {len(read)} rounds, {result['processor']}; read bandwidth "
+        f"{statistics.median(read):.1f} GB/s ({min(read):.1f}-{max(read):.1f}); before a round others used up to "
+        f"{busy:.2f} cores{': **not idle**' if busy > BUSY else ''}",
         "",
         f"| program | pp{PP} tok/s | ork is | tg{TG} tok/s | ork is |",
         "|---|---|---|---|---|",
     ]
-    for name, tests in summary.items():
+    for name, tests in result["summary"].items():
         cells = [name]
         for figures in tests.values():
             cells.append(f"{figures['median']:.1f} ({figures['least']:.1f}-{figures['largest']:.1f})")
@@ -183,10 +172,30 @@ def processor() -> str:
     return platform.machine()
 
 
+def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one model: what ran where, all samples, and the summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        pack = fresh_pack(model, Path(folder))
+        programs: dict[str, Callable[[], Samples]] = {"ork": partial(run_ork, pack, args.threads)}
+        for name in PEERS:
+            programs[name] = partial(run_peer, name, model, args.threads)
+        if args.llama_bench:
+            programs["llama-bench"] = partial(run_llama_bench, args.llama_bench, model, args.threads)
+        result = compare(programs, args.threads, args.rounds)
+    return {
+        "model": model.name,
+        "threads": args.threads,
+        "processor": processor(),
+        "peers": {name: peer.requirement for name, peer in PEERS.items()},
+        "summary": summarise(result),
+        **result,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("--setup", action="store_true", help="make the peers' environments")
+    add_models(parser)
+    parser.add_argument("--setup", action="store_true", help="only make the peers' environments")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-bench", type=Path, metavar="PATH", help="also run this llama-bench program")
@@ -195,25 +204,15 @@ def main() -> None:
     if args.setup:
         for peer in PEERS.values():
             set_up(peer)
-    if args.model is None:
-        if not args.setup:
-            parser.error("name a model, or --setup")
         return
     require(list(PEERS))
-    with tempfile.TemporaryDirectory() as folder:
-        pack = convert(args.model, Path(folder))
-        programs: dict[str, Callable[[], Samples]] = {"ork": lambda: run_ork(pack, args.threads)}
-        for name in PEERS:
-            programs[name] = lambda name=name: run_peer(name, args.model, args.threads)
-        if args.llama_bench:
-            programs["llama-bench"] = lambda: run_llama_bench(args.llama_bench, args.model, args.threads)
-        result = compare(programs, args.threads, args.rounds)
-    summary = summarise(result)
-    print(markdown(result, summary, args.threads, args.model))
+    report = []
+    for number, model in enumerate(args.models):
+        result = measure(gguf_file(model), args)
+        report.append(result)
+        print(("\n" if number else "") + markdown(result), flush=True)
     if args.json:
-        about = {"model": args.model.name, "threads": args.threads, "processor": processor()}
-        versions = {name: peer.requirement for name, peer in PEERS.items()}
-        args.json.write_text(json.dumps({**about, "peers": versions, "summary": summary, **result}, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

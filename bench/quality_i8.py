@@ -1,6 +1,6 @@
 """What quantisation costs: the default i8 pack against the f32 pack of the same model, over 2,000 tokens of English.
 
-    python bench/quality_i8.py MODEL.gguf ... [--threads 2]
+    python bench/quality_i8.py [MODEL ...] [--threads 2]
 
 Printed beside it: i8 without rotation, and ggml's Q8_0 as llama.cpp computes it (its activations quantised too)
 against llama.cpp on the F32 weights, both from the same dequantised rows, f32 KV cache, same text.
@@ -11,36 +11,44 @@ changes the perplexity by at most 1 %. Exit code 1 if not. Needs llama.cpp (`pyt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 import ork
 from agreement import Agreement
+from inputs import add_models, english, fresh_pack, gguf_file
 from peer_env import cache_folder, require, run_worker
 from requantise import requantised
-from texts import english
 
 CHUNKS, LENGTH = 4, 512
 LEAST_TOP1, MOST_KL, MOST_PERPLEXITY = 0.93, 0.008, 0.01
-CANDIDATES = {"ork i8": {"codec": "i8"}, "ork i8, not rotated": {"codec": "i8", "rotate": False}}
+CANDIDATES = {"ork i8": (), "ork i8, not rotated": ("--no-rotate",)}  # options of `ork convert`
 
 
 def measure(path: Path, threads: int) -> dict[str, dict[str, float]]:
     """The agreement of every candidate with the float model, by name."""
     (llamacpp,) = require(["llama.cpp"])
-    folder = cache_folder("peers/logits")
-    float_model, q8_model = requantised(path, "F32", folder), requantised(path, "Q8_0", folder)
-    chunks = folder / f"{float_model.stem}-{CHUNKS}x{LENGTH}-tokens.npy"
+    kept = cache_folder("peers/logits")
+    float_model, q8_model = requantised(path, "F32", kept), requantised(path, "Q8_0", kept)
+    chunks = kept / f"{float_model.stem}-{CHUNKS}x{LENGTH}-tokens.npy"
     run_worker(llamacpp, "tokens", float_model, english(), chunks, "--chunks", CHUNKS, "--length", LENGTH)
-    reference = ork.load(path, codec="f32", kv="f32", threads=threads)
     results = {name: Agreement() for name in CANDIDATES}
-    models = {name: ork.load(path, threads=threads, **options) for name, options in CANDIDATES.items()}
-    for tokens in np.load(chunks):
-        want = reference.logits(tokens.tolist())[:-1]
-        for name, model in models.items():
-            results[name].add(want, model.logits(tokens.tolist())[:-1], tokens[1:])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+
+        def load(*options: str, kv: str | None = None) -> ork.LoadedModel:
+            pack = fresh_pack(path, Path(folder), *options)
+            return stack.enter_context(ork.load(pack, kv=kv, threads=threads, n_ctx=LENGTH))
+
+        reference = load("--codec", "f32", kv="f32")
+        models = {name: load(*options) for name, options in CANDIDATES.items()}
+        for tokens in np.load(chunks):
+            want = reference.logits(tokens.tolist())[:-1]
+            for name, model in models.items():
+                results[name].add(want, model.logits(tokens.tolist())[:-1], tokens[1:])
     rows = {name: agreement.summary() for name, agreement in results.items()}
     rows["ggml Q8_0"] = run_worker(llamacpp, "compare", float_model, q8_model, chunks, "--threads", threads)
     return rows
@@ -52,13 +60,13 @@ def passed(row: dict[str, float]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL.gguf")
+    add_models(parser)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     good = True
     print("| model | weights | predictions | same top token | mean KL, nats | perplexity | of the float model's | |")
     print("|---|---|---|---|---|---|---|---|")
-    for path in args.models:
+    for path in map(gguf_file, args.models):
         for name, row in measure(path, args.threads).items():
             verdict = ""
             if name == "ork i8":

@@ -46,6 +46,7 @@ def write(path: Path, kind: str, out: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    assert writer.fout is not None
     stream = writer.fout[0]
     for name, tensor in source.tensors.items():
         writer.write_padding(stream, stream.tell())

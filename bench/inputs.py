@@ -1,0 +1,60 @@
+"""What is measured on: models by path or name, packs made anew from them, and real English."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from ork.sources import hub
+from peer_env import cache_folder
+
+DEFAULT_MODELS = ["smollm2-135m", "gemma3-270m"]
+PACKAGE = "sentencepiece==0.2.1"
+MEMBER = "sentencepiece-0.2.1/test/botchan.txt"
+SHA256 = "464bd5300c24fce16fcc4555d4231a57632caae4d0090ad6aa92854a3b227ba7"
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """The positional argument `models`: GGUF files, as paths or names that `ork pull` knows."""
+    parser.add_argument("models", nargs="*", default=DEFAULT_MODELS, metavar="MODEL", help="GGUF files or known names")
+
+
+def gguf_file(model: str) -> Path:
+    """The file of a model, fetched if it is a name."""
+    return hub.pull(model)
+
+
+def fresh_pack(model: Path, folder: Path, *options: str) -> Path:
+    """The model's pack as `ork convert` with these options makes it now: no older pack of the cache is measured."""
+    pack = folder / f"{model.stem}{''.join(options)}.orkpack"
+    command = [sys.executable, "-m", "ork", "convert", str(model), "-o", str(pack), *options]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return pack
+
+
+def english() -> Path:
+    """Botchan (Natsume Soseki; Project Gutenberg) from its first chapter on, in sentencepiece's source distribution.
+
+    Downloaded once by pip and kept in the cache.
+    """
+    kept = cache_folder("texts") / "botchan.txt"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "sentencepiece"]
+            subprocess.run([*pip, "--dest", folder, PACKAGE], check=True, stdout=sys.stderr)
+            (archive,) = Path(folder).glob("*.tar.gz")
+            with tarfile.open(archive) as tar:
+                member = tar.extractfile(MEMBER)
+                assert member is not None
+                data = member.read()
+        if hashlib.sha256(data).hexdigest() != SHA256:
+            raise SystemExit(f"{MEMBER} of {PACKAGE} is not the expected text")
+        kept.write_bytes(data[data.index(b"CHAPTER I") :].replace(b"\r\n", b"\n"))
+    return kept
