@@ -29,3 +29,11 @@ class PackVersion(PackError):
 
 class StorageError(OrkError):
     """The disk refused: full, unreadable, no permission."""
+
+
+class NpuError(OrkError):
+    """The NPU, its kernel driver or the emulated chip refused something."""
+
+
+class SubmitFailed(NpuError):
+    """A job that did not complete, after a reset and one more attempt; its results must not be used."""
