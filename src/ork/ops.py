@@ -80,21 +80,22 @@ class Ops:
             return native.gather(handles, tokens, table.K, table.N, table.signs, table.block)
 
     def linear(self, x: Array, *weights: Weight) -> list[Array]:
-        """x @ W for weights that read the same rows; the rows are quantised (and rotated) once for all of them."""
-        rows = None
-        handles, outs, biases = [], [], []
-        results = []
-        for w in weights:
-            if w.quantised and rows is None:
-                rows = native.quantise(x, w.signs, w.block)
-            out = Array(x.rows, w.N)
-            results.append(out)
-            with self.stream.stream(w.tensor) as held:
-                for h in held:
-                    handles.append(h)
-                    outs.append(out)
-                    biases.append(w.bias)
-        self.device.linear(handles, x, rows, outs, biases)
+        """x @ W for weights that read the same rows; the rows are quantised (and rotated) once for all that agree."""
+        results = [Array(x.rows, w.N) for w in weights]
+        for quantised, block in dict.fromkeys((w.quantised, w.block) for w in weights):
+            rows = None
+            handles, outs, biases = [], [], []
+            for w, out in zip(weights, results):
+                if (w.quantised, w.block) != (quantised, block):
+                    continue
+                if quantised and rows is None:
+                    rows = native.quantise(x, w.signs, block)
+                with self.stream.stream(w.tensor) as held:
+                    for h in held:
+                        handles.append(h)
+                        outs.append(out)
+                        biases.append(w.bias)
+            self.device.linear(handles, x, rows, outs, biases)
         return results
 
     def norm(self, x: Array, weight: Array, eps: float) -> Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from ork.build.convert import convert
-from ork.errors import UsageError
+from ork.errors import StorageError, UsageError
 from ork.pack.format import MAGIC
 from ork.quant.recipe import builtin
 from ork.sources.base import open_source
@@ -53,7 +53,10 @@ def cached_pack(
         stamp = xxhash.xxh3_64_hexdigest(repr((source.digest(), _stamps(path))).encode())
         target = home() / "packs" / f"{stem}-{stamp}-{codec}{plain}.orkpack"
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StorageError(f"{target.parent}: {error.strerror}; set ORK_HOME to a folder for packs") from None
             if announce:
                 announce(f"converting {path.name} once, into {target}")
             convert(source, target, recipe, max_ram=max_ram, progress=progress)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import xxhash
 
 from ork import models, tiles
-from ork.errors import SourceError, UsageError
+from ork.errors import SourceError, StorageError, UsageError
+from ork.pack.format import MAGIC
 from ork.pack.plan import PackPlan, RawPlan, TensorPlan
 from ork.pack.writer import PackWriter
 from ork.quant import int8, rotation
@@ -127,6 +128,7 @@ def convert(
 
     Holds at most `max_ram` bytes beyond the mapped source. Raises SourceError, PackError, StorageError, UsageError.
     """
+    _check_target(Path(target))
     plan = plan_pack(source, recipe)
     largest = max(
         (plan.layout(s.entry).n * t.shape[1] * 4 for t in plan.tensors for s in plan.entries(t.name)), default=0
@@ -148,6 +150,22 @@ def convert(
                 progress(done, total)
         writer.finish()
     return Path(target)
+
+
+def _check_target(target: Path) -> None:
+    """Nothing but a pack is ever overwritten, the source least of all."""
+    try:
+        if target.is_dir():
+            raise UsageError(f"{target}: this is a folder; name the pack to write")
+        if not target.exists():
+            return
+        if target.is_file():
+            with target.open("rb") as f:
+                if f.read(len(MAGIC)) == MAGIC:
+                    return
+    except OSError as error:
+        raise StorageError(f"{target}: {error.strerror}") from None
+    raise UsageError(f"{target}: this file exists and is not a pack; choose another name or remove it")
 
 
 def _in_parallel(count: int, entries: list[int], work: Callable[[int], None]) -> Iterator[int]:

@@ -1,0 +1,415 @@
+"""Conversion: what ends up in a pack, the same bytes every time, and within its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ork
+from ork import tiles
+from ork.api import LoadedModel
+from ork.build.cache import cached_pack
+from ork.build.convert import DEFAULT_MAX_RAM, convert
+from ork.errors import OrkError, SourceError, StorageError, UsageError
+from ork.native import Array
+from ork.pack import writer
+from ork.pack.reader import Pack
+from ork.pack.verify import verify
+from ork.quant import rotation
+from ork.quant.recipe import Choice, Recipe, builtin
+from ork.sources.base import open_source
+from tests import tiny
+from tests.gguf_writer import write_gguf
+from tests.models.test_goldens import GOLDENS
+from tests.native.oracles import hadamard, quantised
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(source: Path, target: Path, recipe: Recipe | None = None, **options: object) -> bytes:
+    with contextlib.closing(open_source(source)) as s:
+        convert(s, target, recipe or builtin("i8"), **options)  # type: ignore[arg-type]
+    return target.read_bytes()
+
+
+def unpacked(pack: Pack, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Codes [N, K] and channel scales [N] of a weight, padding cut off."""
+    t = pack.tensor(name)
+    codes, scales = [], []
+    for s in t.slices:
+        layout = tiles.slice_layout(t.codec, t.K, s.n1 - s.n0, t.group)
+        c, channel, _ = tiles.unpack_blob(layout, pack.slice(s.entry))
+        codes.append(c)
+        scales.append(channel)
+    every = np.concatenate(codes)
+    assert not every[t.N :].any()
+    assert not every[:, t.K :].any()
+    return every[: t.N, : t.K], None if scales[0] is None else np.concatenate(scales)[: t.N]
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    return tiny.random_gguf(tmp_path / "model.gguf", "gemma3", kind="Q8_0")
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "BATCH", 16 << 10)
+
+
+# --- what is in a pack
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_1"])
+@pytest.mark.parametrize("rotate", [True, False])
+def test_i8_codes_are_those_of_a_plain_quantiser(tmp_path: Path, kind: str, rotate: bool) -> None:
+    source = tiny.random_gguf(tmp_path / "x.gguf", "qwen2", kind=kind)
+    make(source, tmp_path / "x.orkpack", builtin("i8", rotate=rotate))
+    with contextlib.closing(open_source(source)) as s, Pack.open(tmp_path / "x.orkpack") as pack:
+        weights = [t for t in s.tensors.values() if len(t.shape) == 2]
+        assert len(weights) == 15
+        for t in weights:
+            rows, block = s.rows(t.name, 0, t.rows), rotation.block_of(t.columns)
+            assert pack.tensor(t.name).rotation == (block if rotate else 0)
+            if rotate:
+                signs = pack.raw(f"rotation.signs.{t.columns}")
+                assert sorted(set(signs.tolist())) == [-1, 1]
+                codes, scales = quantised(hadamard(rows, signs.astype(np.float32), block))
+                scales *= np.float32(1) / np.sqrt(np.float32(block))
+            else:
+                codes, scales = quantised(rows)
+            got, channel = unpacked(pack, t.name)
+            assert np.array_equal(got, codes)
+            assert np.array_equal(channel, scales)
+        norms = [t for t in s.tensors.values() if len(t.shape) == 1]
+        assert norms
+        for t in norms:
+            assert np.array_equal(pack.raw(t.name), s.rows(t.name, 0, 1)[0])
+
+
+def test_an_f32_pack_holds_the_rows_of_the_source(gguf: Path, tmp_path: Path) -> None:
+    make(gguf, tmp_path / "x.orkpack", builtin("f32"))
+    with contextlib.closing(open_source(gguf)) as s, Pack.open(tmp_path / "x.orkpack") as pack:
+        for t in s.tensors.values():
+            if len(t.shape) == 2:
+                got, scales = unpacked(pack, t.name)
+                assert scales is None
+                assert np.array_equal(got, s.rows(t.name, 0, t.rows))
+        assert not any(name.startswith("rotation") for name in pack.names())
+
+
+def test_a_codec_per_tensor(tmp_path: Path) -> None:
+    """Tensors that read the same rows may be stored in different ways; each is multiplied in its own."""
+    rules = (
+        (r"blk\.0\.attn_k\.weight", Choice("f32", False)),
+        (r"blk\..\.ffn_up\.weight", Choice("i8", False)),
+        (r"output\.weight", Choice("f32", False)),
+    )
+    source = tiny.random_gguf(tmp_path / "x.gguf")
+    make(source, tmp_path / "mixed.orkpack", Recipe("mixed", Choice("i8", True), rules))
+    tokens = np.random.default_rng(0).integers(0, tiny.VOCAB, 60).tolist()
+    with ork.load(tmp_path / "mixed.orkpack") as mixed, ork.load(source, codec="f32") as exact:
+        assert mixed.pack.tensor("blk.0.attn_k.weight").codec == "f32"
+        assert [mixed.pack.tensor(f"blk.0.ffn_{n}.weight").rotation for n in ("up", "gate")] == [0, 64]
+        assert mixed.pack.recipe["rules"][0] == {"match": rules[0][0], "codec": "f32", "rotate": False}
+        got, want = mixed.logits(tokens), exact.logits(tokens)
+        assert np.abs(got - want).max() < 0.2 * np.abs(want).max()
+        assert (got.argmax(axis=1) == want.argmax(axis=1)).mean() > 0.8
+
+
+def test_rotated_and_plain_products_agree(tmp_path: Path) -> None:
+    """Rotation leaves a product alone; where rows have outliers it makes int8 better."""
+    rng = np.random.default_rng(4)
+    tensors = tiny.random_tensors()
+    tensors["blk.0.attn_q.weight"][:, 5] *= 20
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    x = rng.standard_normal((50, 64)).astype(np.float32)
+    x[:, 9] *= 30
+    want = x.astype(np.float64) @ tensors["blk.0.attn_q.weight"].T.astype(np.float64)
+    error = {}
+    for rotate in (True, False):
+        with ork.load(source, rotate=rotate) as model:
+            ops = model.model.ends.ops  # type: ignore[attr-defined]
+            y = ops.linear(Array.of(x), ops.weight("blk.0.attn_q.weight", 64, 64))[0].numpy()
+            error[rotate] = float(np.abs(y - want).max() / np.abs(want).max())
+    assert error[True] < 0.02
+    assert error[False] < 0.2
+    assert error[True] < 0.6 * error[False]
+
+
+@pytest.mark.parametrize("codec", ["i8", "f32"])
+def test_a_hugging_face_folder(tmp_path: Path, codec: str) -> None:
+    """The same model as folder and as GGUF gives the same numbers."""
+    tokens = list(range(40, 80))
+    logits = []
+    for name in ("llama3", "llama3-gguf/model.gguf"):
+        target = tmp_path / f"{name[:8].strip('/')}.orkpack"
+        make(GOLDENS / name, target, builtin(codec))
+        verify(target)
+        with ork.load(target) as model:
+            logits.append(model.logits(tokens))
+    assert np.allclose(logits[0], logits[1], rtol=0, atol=1e-4 * np.abs(logits[1]).max())
+
+
+# --- the same bytes
+
+
+@pytest.mark.parametrize("codec", ["i8", "f32"])
+def test_same_source_same_bytes(gguf: Path, tmp_path: Path, codec: str) -> None:
+    first = make(gguf, tmp_path / "a.orkpack", builtin(codec), workers=1)
+    moved = gguf.rename(tmp_path / "moved.gguf")
+    os.utime(moved, (1, 1))
+    assert make(moved, tmp_path / "b.orkpack", builtin(codec), workers=1) == first
+    assert make(moved, tmp_path / "c.orkpack", builtin(codec), workers=4) == first
+    assert verify(tmp_path / "c.orkpack")
+
+
+class Stop(BaseException):
+    pass
+
+
+def stop_after(count: int) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        nonlocal count
+        count -= 1
+        if count < 0:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("workers", [1, 4])
+def test_interrupted_and_resumed(gguf: Path, tmp_path: Path, workers: int) -> None:
+    whole = make(gguf, tmp_path / "whole.orkpack")
+    target = tmp_path / "x.orkpack"
+    taken_over = 0
+    for count in (0, 1, 5, 3, 12, 2):
+        with pytest.raises(Stop):
+            make(gguf, target, progress=stop_after(count), workers=workers)
+        assert not target.exists()
+        seen: list[tuple[int, int]] = []
+        with pytest.raises(Stop):
+            make(gguf, target, progress=lambda d, t: (seen.append((d, t)), stop_after(0)(d, t)))  # noqa: B023
+        taken_over = max(taken_over, seen[0][0])
+    assert make(gguf, target, workers=workers) == whole
+    assert taken_over > 50_000
+    assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "whole.orkpack", "x.orkpack"}
+
+
+def test_killed_and_resumed(gguf: Path, tmp_path: Path) -> None:
+    whole = make(gguf, tmp_path / "whole.orkpack")
+    script = """
+import os, signal, sys
+from ork.build.convert import convert
+from ork.pack import writer
+from ork.quant.recipe import builtin
+from ork.sources.base import open_source
+writer.BATCH = 16 << 10
+left = 9
+def progress(done, total):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+convert(open_source(sys.argv[1]), sys.argv[2], builtin("i8"), progress=progress, workers=2)
+"""
+    target = tmp_path / "x.orkpack"
+    done = subprocess.run([sys.executable, "-c", script, gguf, target], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert make(gguf, target) == whole
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_another_model_never_finishes_an_interrupted_one(tmp_path: Path) -> None:
+    """Equal headers, other numbers: a fine-tuned model under the name of its origin."""
+    source, target = tmp_path / "x.gguf", tmp_path / "x.orkpack"
+    tiny.random_gguf(source, seed=1)
+    with pytest.raises(Stop):
+        make(source, target, progress=stop_after(12))
+    tiny.random_gguf(source, seed=2)
+    assert make(source, target) == make(source, tmp_path / "fresh.orkpack")
+
+
+# --- memory
+
+
+def test_too_little_memory_is_refused_with_what_it_takes(gguf: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x.orkpack"
+    with pytest.raises(UsageError, match=r"--max-ram 1 MiB is too little: this model needs \d+ MiB") as e:
+        make(gguf, target, max_ram=1 << 20)
+    assert list(tmp_path.iterdir()) == [gguf]
+    need = int(str(e.value).split("needs ")[1].split(" MiB")[0])
+    make(gguf, target, max_ram=need << 20)
+
+
+def test_memory_stays_within_what_was_allowed(tmp_path: Path) -> None:
+    """97 MB of Q8_0 through 64 MB: the growth of the process's anonymous memory, and of what it maps."""
+    rng = np.random.default_rng(0)
+    rows, width = 6400, 1024
+    blocks = rng.integers(0, 256, (rows * width // 32, 34), np.uint8)
+    blocks[:, :2] = np.array([0.01], np.float16).view(np.uint8)
+    data = blocks.tobytes()
+    tensors = {f"blk.{i}.ffn_up.weight": ("Q8_0", data, (rows, width)) for i in range(8)}
+    tensors |= {f"blk.{i}.ffn_down.weight": ("Q8_0", data, (width, rows)) for i in range(6)}
+    source = write_gguf(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    assert source.stat().st_size > 90 << 20
+    script = """
+import sys, threading
+from ork.build.convert import convert
+from ork.quant.recipe import builtin
+from ork.sources.base import open_source
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+def mapped():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssFile")) * 1024
+source = open_source(sys.argv[1])
+before, before_mapped, peak, peak_mapped = anonymous(), mapped(), 0, 0
+done = threading.Event()
+def watch():
+    global peak, peak_mapped
+    while not done.wait(0.001):
+        peak, peak_mapped = max(peak, anonymous()), max(peak_mapped, mapped())
+watcher = threading.Thread(target=watch)
+watcher.start()
+convert(source, sys.argv[2], builtin("i8"), max_ram=int(sys.argv[3]), workers=4)
+done.set()
+watcher.join()
+print(peak - before, peak_mapped - before_mapped)
+"""
+    allowed = 64 << 20
+    command = [sys.executable, "-c", script, source, tmp_path / "x.orkpack", str(allowed)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    grown, mapped = map(int, out.stdout.split())
+    assert (4 << 20) < grown < allowed
+    assert mapped < 48 << 20  # pages of the source are dropped after use
+
+
+# --- what cannot be converted
+
+
+@pytest.mark.parametrize("codec", ["i8", "f32"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["blk.1.ffn_down.weight", "blk.0.attn_norm.weight", "token_embd.weight"])
+def test_numbers_that_are_none_are_named(tmp_path: Path, name: str, bad: float, codec: str) -> None:
+    tensors = tiny.random_tensors()
+    tensors[name].reshape(-1)[-3] = bad
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    with pytest.raises(SourceError, match=rf"x\.gguf: tensor {name}.*not finite"):
+        make(source, tmp_path / "x.orkpack", builtin(codec))
+    assert not (tmp_path / "x.orkpack").exists()
+
+
+def test_unknown_architecture(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata("mamba"), tiny.random_tensors())
+    with pytest.raises(SourceError, match="'mamba' is not supported; known are llama, qwen2, qwen3, gemma3"):
+        make(source, tmp_path / "x.orkpack")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_stacked_experts_are_refused_by_name(tmp_path: Path) -> None:
+    tensors = tiny.random_tensors() | {"blk.0.ffn_up_exps.weight": np.ones((2, 32, 64), np.float32)}
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    with pytest.raises(SourceError, match=r"tensor blk\.0\.ffn_up_exps\.weight of shape \(2, 32, 64\)"):
+        make(source, tmp_path / "x.orkpack")
+
+
+def test_only_packs_are_overwritten(gguf: Path, tmp_path: Path) -> None:
+    before = gguf.read_bytes()
+    for target in (gguf, tmp_path):
+        with pytest.raises(UsageError):
+            make(gguf, target)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not a pack"):
+        make(gguf, tmp_path / "notes.txt")
+    assert gguf.read_bytes() == before
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    first = make(gguf, tmp_path / "x.orkpack")
+    assert make(gguf, tmp_path / "x.orkpack") == first
+
+
+def test_unknown_codec() -> None:
+    with pytest.raises(UsageError, match="codec 'i3' is unknown; known are i8, f32"):
+        builtin("i3")
+
+
+# --- the cache
+
+
+def cached(path: Path, told: list[str] | None = None, **options: object) -> Path:
+    announce = None if told is None else told.append
+    options = {"codec": "i8", "rotate": True, "max_ram": DEFAULT_MAX_RAM, "announce": announce, **options}
+    return cached_pack(path, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ORK_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_a_source_is_converted_once(gguf: Path, home: Path) -> None:
+    told: list[str] = []
+    first = cached(gguf, told)
+    assert home in first.parents
+    assert len(told) == 1
+    stamp = first.stat()
+    assert cached(gguf, told) == first
+    assert first.stat().st_mtime_ns == stamp.st_mtime_ns
+    assert len(told) == 1
+    assert cached(first, told) == first  # a pack is what it is
+
+
+def test_what_differs_has_a_pack_of_its_own(gguf: Path, home: Path) -> None:
+    paths = [cached(gguf), cached(gguf, codec="f32"), cached(gguf, rotate=False)]
+    assert len(set(paths)) == 3
+    assert cached(gguf, codec="f32", rotate=False) == paths[1]
+
+
+def test_a_changed_source_is_converted_again(gguf: Path, home: Path, tmp_path: Path) -> None:
+    first = cached(gguf)
+    data = bytearray(gguf.read_bytes())
+    data[-40] ^= 1  # a code of the last tensor: no header tells
+    gguf.write_bytes(data)
+    os.utime(gguf, ns=(1, gguf.stat().st_mtime_ns + 1))
+    second = cached(gguf)
+    assert second != first
+    assert second.read_bytes() != first.read_bytes()
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for f in (GOLDENS / "qwen2").iterdir():
+        (folder / f.name).write_bytes(f.read_bytes())
+    third = cached(folder)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert cached(folder) != third
+
+
+def test_a_pack_without_its_name_is_known(gguf: Path, tmp_path: Path) -> None:
+    make(gguf, tmp_path / "x.orkpack")
+    plain = (tmp_path / "x.orkpack").rename(tmp_path / "model.bin")
+    assert cached(plain) == plain
+
+
+def test_a_cache_that_cannot_be(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ORK_HOME", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="ORK_HOME"):
+        cached(gguf)
+    with pytest.raises(UsageError, match="no such file or folder"):
+        cached(tmp_path / "nothing.gguf")
+
+
+def test_everything_raised_is_an_error_of_ours(gguf: Path, tmp_path: Path) -> None:
+    with pytest.raises(OrkError):
+        make(gguf, tmp_path / "no" / "folder" / "x.orkpack")
+    with ork.load(gguf) as model:
+        assert isinstance(model, LoadedModel)
