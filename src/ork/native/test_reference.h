@@ -25,7 +25,7 @@ class Random {
     }
     int64_t below(int64_t n) { return bits() % n; }
     float uniform() { return (float)((int32_t)bits() >> 8) * 0x1p-23f; }              // [-1, 1)
-    float bell() { return uniform() + uniform() + uniform(); }                        // variance 1
+    float bell() { float s = uniform(); s += uniform(); return s + uniform(); }       // variance 1; drawn in this order
     int8_t code(int low) { return (int8_t)(low + below(128 - low)); }                 // [low, 127]
     float wild() { uint32_t b = bits(); float f; std::memcpy(&f, &b, 4); return f; }  // any pattern: NaNs, infinities, subnormals
 
@@ -172,13 +172,13 @@ inline double half_value(uint16_t h) {
 
 inline double nearest_half(float f) {   // half to even, as nearbyint rounds
     const double a = std::fabs((double)f);
-    if (!(a < 65520.0)) return f;       // infinities and NaN stay; what rounds past 65504 overflows
+    if (std::isnan(f)) return NAN;
+    if (a >= 65520.0) return std::copysign(INFINITY, f);   // what rounds past 65504 overflows
     int e;
     std::frexp(a, &e);
     const int last = (e - 1 < -14 ? -14 : e - 1) - 10;
     return std::copysign(std::ldexp(std::nearbyint(std::ldexp(a, -last)), last), f);
 }
-inline double to_half(float f) { return std::fabs((double)f) >= 65520.0 ? std::copysign(INFINITY, f) : nearest_half(f); }
 
 // Element i of H x / sqrt(block): H[i][j] = (-1)^(bits that i and j share).
 inline double hadamard_at(const double* x, int64_t block, int64_t i) {

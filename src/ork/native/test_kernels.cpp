@@ -1,0 +1,650 @@
+// The kernels' own tests, without Python: every table entry of every instruction set that runs here gives the same words as
+// the portable one, the portable one agrees with plain definitions in double precision, and threads change nothing.
+//   test_kernels           all groups, each with a hash of its output words that is the same on every processor; exit 1 if one fails
+//   test_kernels --isa X   the groups' hashes under one instruction set; exit 1 if it does not run here
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <thread>
+#include "ops.h"
+#include "pool.h"
+#include "test_reference.h"
+
+namespace ork::test {
+namespace {
+
+namespace math {   // the portable exp, tanh, sin and cos, which no table entry shows bare
+#include "v16_portable.h"
+#include "kernels_math.inl"
+}  // namespace math
+
+constexpr float POISON = -7.25f;    // what outputs hold before a kernel writes them; words it must not touch stay so
+constexpr float EXTREMES[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, 1e-45f, -3e-39f, 1.2e-38f, 88.5f, -88.5f, 3.4e38f, -3.4e38f, 65504.0f, 65519.9f, 65520.0f, 6e-8f};
+
+// --- matrix products --------------------------------------------------------------------------------------------------------
+
+void linear_i8(const Kernels& k, Trace& t) {
+    struct { int64_t K, ks, n, M; } shapes[] = {{32, 32, 64, 13}, {64, 32, 128, 6}, {90, 32, 64, 7}, {288, 96, 64, 5}, {576, 576, 192, 13}, {2300, 1152, 64, 9}, {8192, 4096, 64, 3}, {65536, 4096, 64, 7}};
+    for (auto s : shapes)
+        for (int full = 0; full < 2; full++)
+            for (int64_t M = s.K < 600 ? 1 : s.M; M <= s.M; M++) {
+                if (full && s.K > 60000) continue;
+                Random r(s.K * 100 + M * 2 + full);
+                Weights w(Codec::i8, s.K, s.ks, s.n, 64, r);
+                std::vector<int8_t> a((size_t)(M * w.Kp), 0);
+                std::vector<int32_t> sums((size_t)M, 0);
+                const std::vector<float> scales = floats(r, M, 0.5f, 0.4f), bias = floats(r, 64 + s.n, 0.0f, 9.0f);
+                for (int64_t m = 0; m < M; m++)
+                    for (int64_t i = 0; i < s.K; i++)   // the first row holds the largest sums there are
+                        sums[m] += a[m * w.Kp + i] = m == 0 ? (full ? -128 : 127) : r.code(full ? -128 : -127);
+                const Rows rows = {a.data(), scales.data(), sums.data(), M, w.Kp, full != 0};
+                t.at("linear_i8 M=%d K=%d ks=%d n=%d full_range=%d", (int)M, (int)s.K, (int)s.ks, (int)s.n, full);
+
+                std::vector<int32_t> acc((size_t)(M * (64 + s.n)), 77);
+                k.accumulate_i8(rows, w.slice, 0, s.n / 32, acc.data(), 64 + s.n);
+                Matrix plain(M, 64 + s.n, POISON), biased(M, 64 + s.n, POISON);
+                k.linear_i8(rows, 0, M, w.slice, 0, s.n / 32, plain.mat(), nullptr);
+                k.linear_i8(rows, M / 2, M, w.slice, 1, s.n / 32, biased.mat(), bias.data());
+                t.record(acc);
+                t.record(plain.v);
+                t.record(biased.v);
+                if (!t.oracle) continue;
+                for (int64_t m = 0; m < M; m++)
+                    for (int64_t c = 0; c < s.n; c++) {
+                        int64_t exact = 0;
+                        for (int64_t i = 0; i < w.Kp; i++) exact += a[m * w.Kp + i] * w.plain_i8[c * w.Kp + i];
+                        const float y = (float)exact * (scales[m] * w.scales[c]);   // as kernels.h specifies it, to the bit
+                        t.close(acc[m * (64 + s.n) + 64 + c], (double)exact, 0, "sum", m * s.n + c);
+                        t.close(plain.at(m, 64 + c), y, 0, "row", m * s.n + c);
+                        t.close(biased.at(m, 64 + c), m >= M / 2 && c >= 32 ? y + bias[64 + c] : POISON, 0, "biased", m * s.n + c);
+                    }
+            }
+}
+
+void scale_sums(const Kernels& k, Trace& t) {
+    for (int64_t count : {1, 2, 5})
+        for (int64_t n : {16, 64, 144}) {
+            Random r(count * 1000 + n);
+            const int64_t M = 5, pitch = n + 8;
+            std::vector<std::vector<int32_t>> sums((size_t)count, std::vector<int32_t>((size_t)(M * pitch)));
+            std::vector<const int32_t*> parts;
+            for (auto& p : sums) { for (int32_t& v : p) v = (int32_t)r.bits() >> 4; parts.push_back(p.data()); }
+            const std::vector<float> a = floats(r, M, 0.5f, 0.4f), w = floats(r, n, 0.02f, 0.01f), bias = floats(r, 16 + n, 0.0f, 9.0f);
+            Matrix plain(M, 16 + n, POISON), biased(M, 16 + n, POISON);
+            t.at("scale_sums parts=%d n=%d", (int)count, (int)n);
+            k.scale_sums(parts.data(), count, pitch, 0, M, a.data(), w.data(), 16, n, plain.mat(), nullptr);
+            k.scale_sums(parts.data(), count, pitch, 1, 4, a.data(), w.data(), 16, n, biased.mat(), bias.data());
+            t.record(plain.v);
+            t.record(biased.v);
+            for (int64_t i = 0; t.oracle && i < M * n; i++) {
+                const int64_t m = i / n, c = i % n;
+                int64_t sum = 0;
+                for (auto& p : sums) sum += p[m * pitch + c];
+                const float y = (float)sum * (a[m] * w[c]);
+                t.close(plain.at(m, 16 + c), y, 0, "row", i);
+                t.close(biased.at(m, 16 + c), m >= 1 && m < 4 ? y + bias[16 + c] : POISON, 0, "biased", i);
+            }
+        }
+}
+
+void linear_f32(const Kernels& k, Trace& t) {
+    for (int64_t K : {1, 5, 16, 33, 200, 577})
+        for (int64_t M : {1, 2, 3, 5, 8, 11, 13}) {
+            Random r(K * 100 + M);
+            Weights w(Codec::f32, K, 32, 128, 64, r);
+            Matrix x(M, K, r), out(M, 192, POISON), special(1, K, r), shown(1, 192, POISON);
+            const std::vector<float> bias = floats(r, 192, 0.0f, 9.0f);
+            for (int i = 0; i < 3; i++) special.at(0, r.below(K)) = EXTREMES[r.below(16)];
+            t.at("linear_f32 M=%d K=%d", (int)M, (int)K);
+            k.linear_f32(x.mat(), 0, M, w.slice, 0, 4, out.mat(), bias.data());
+            k.linear_f32(special.mat(), 0, 1, w.slice, 1, 3, shown.mat(), nullptr);
+            t.record(out.v);
+            t.record(shown.v);
+            if (!t.oracle) continue;
+            for (int64_t m = 0; m < M; m++)
+                for (int64_t c = 0; c < 128; c++) {
+                    double y = bias[64 + c], size = 9;
+                    for (int64_t i = 0; i < K; i++) { const double p = (double)x.at(m, i) * w.plain_f32[c * w.Kp + i]; y += p; size += std::fabs(p); }
+                    t.close(out.at(m, 64 + c), y, size * (double)(K + 2) * 0x1p-24, "row", m * 128 + c);
+                }
+        }
+}
+
+// --- rows -------------------------------------------------------------------------------------------------------------------
+
+void quantise(const Kernels& k, Trace& t) {
+    for (int64_t K : {1, 5, 16, 31, 48, 100, 576, 960, 4096, 5120, 12288})
+        for (int64_t block = 0; block <= 4096 && (block == 0 || K % block == 0); block = block ? block * 2 : 1) {   // 0: no rotation
+            Random r(K * 13 + block);
+            const std::vector<float> sign = signs(r, K);
+            const Rotation rotation = {block ? sign.data() : nullptr, block};
+            const int64_t M = K > 600 ? 2 : 14, Kp = round_up(K, 32);
+            Matrix x(M, K, r, 3.0f);
+            if (M == 14) {
+                const float sizes[] = {0.0f, 1e-45f, 1e-39f, 1.2e-38f, 3.7e-37f, 3.8e-37f, 1e36f};   // zero, subnormal absmax, no reciprocal, huge
+                for (int64_t m = 0; m < 7; m++) for (int64_t i = 0; i < K; i++) x.at(m, i) = r.uniform() * sizes[m];
+                x.at(7, r.below(K)) = INFINITY;
+                x.at(8, r.below(K)) = NAN;
+                x.at(9, r.below(K)) = 1e6f;                                                      // one outlier
+                for (int64_t i = 0; i < K; i++) x.at(10, i) = (float)r.below(254) * 0.5f - 63.5f;   // halves: ties
+                x.at(10, 0) = 127.0f;
+            }
+            std::vector<int8_t> codes((size_t)(M * Kp), 99);
+            std::vector<float> scales((size_t)M, POISON);
+            std::vector<int32_t> sums((size_t)M, 77);
+            t.at("quantise K=%d block=%d", (int)K, (int)block);
+            k.quantise(x.mat(), 0, M, rotation, codes.data(), Kp, scales.data(), sums.data());
+            t.record(codes);
+            t.record(scales);
+            t.record(sums);
+            if (!t.oracle) continue;
+            std::vector<double> y((size_t)K);
+            for (int64_t m = 0; m < M; m++) {
+                const int8_t* q = &codes[m * Kp];
+                int32_t sum = 0;
+                bool finite = true;
+                double top = 0;
+                for (int64_t i = 0; i < Kp; i++) { sum += q[i]; t.expect(q[i] >= -127 && (i < K || q[i] == 0), "codes within +-127, zero past K"); }
+                for (int64_t i = 0; i < K; i++) { y[i] = (double)x.at(m, i) * (block ? sign[i] : 1.0f); finite = finite && std::isfinite(y[i]); }
+                t.expect(sum == sums[m], "the sum is that of the codes");
+                if (!finite) { t.expect(std::isnan(scales[m]) && sum == 0, "a row with an infinity or NaN has a NaN scale and no codes"); continue; }
+                for (int64_t i = 0; i < K; i++) top = std::max(top, std::fabs(y[i]));
+                const double dead = block ? 4e-37 * (double)block : 4e-37;   // an absmax this small may have no float reciprocal
+                for (int64_t i = 0; i < K; i += K > 1000 ? 97 : 1) {
+                    const double want = block ? hadamard_at(&y[i / block * block], block, i % block) : y[i];
+                    const double rounding = top * std::sqrt((double)std::max<int64_t>(block, 1)) * 1e-6;
+                    t.close((double)q[i] * scales[m], want, std::max((double)scales[m] * 0.50001 + rounding, top < dead ? top * (double)std::max<int64_t>(block, 1) : 0), "code * scale", i);
+                }
+            }
+        }
+}
+
+void rotate(const Kernels& k, Trace& t) {
+    for (int64_t block = 1; block <= 4096; block *= 2)
+        for (int64_t times : {1, 3}) {
+            const int64_t K = block * times;
+            Random r(K);
+            Matrix x(2, K, r);
+            x.v.resize((size_t)(x.stride + K));   // the last row is not padded
+            std::vector<float> y = x.v;
+            const std::vector<float> sign = signs(r, K);
+            const Rotation rotation = {sign.data(), block};
+            t.at("rotate K=%d block=%d", (int)K, (int)block);
+            k.rotate(y.data(), 2, x.stride, K, rotation, false);
+            std::vector<float> back = y;
+            k.rotate(back.data(), 2, x.stride, K, rotation, true);
+            t.record(y);
+            t.record(back);
+            if (!t.oracle) continue;
+            std::vector<double> d((size_t)K);
+            for (int64_t m = 0; m < 2; m++) {
+                double norm = 0;
+                for (int64_t i = 0; i < K; i++) { d[i] = (double)x.at(m, i) * sign[i]; norm += d[i] * d[i]; }
+                for (int64_t i = 0; i < K; i += K > 500 ? 61 : 1) t.close(y[m * x.stride + i], hadamard_at(&d[i / block * block], block, i % block), 1e-6 * std::sqrt(norm), "rotated", i);
+                for (int64_t i = 0; i < K; i++) t.close(back[m * x.stride + i], x.at(m, i), 1e-6 * std::sqrt(norm), "rotated there and back", i);
+            }
+        }
+}
+
+void norms(const Kernels& k, Trace& t) {
+    for (int64_t dim : {1, 4, 8, 16, 20, 33, 64, 128, 250, 256, 1152}) {
+        Random r(dim);
+        const int64_t heads = 3, M = 6;
+        const std::vector<float> weight = floats(r, dim, 1.0f, 0.5f);
+        Matrix x(M, dim, r, 5.0f), out(M, dim, POISON), h(M, heads * dim, r, 0.1f);
+        for (int64_t i = 0; i < dim; i++) { x.at(1, i) = 0.0f; x.at(2, i) *= 1e-30f; x.at(3, i) *= 1e25f; }
+        x.at(4, r.below(dim)) = NAN;
+        x.at(5, r.below(dim)) = -INFINITY;
+        const Matrix before = h;
+        t.at("norms dim=%d", (int)dim);
+        k.rms_norm(x.mat(), 0, M, weight.data(), 1e-6f, out.mat());
+        k.head_norm(h.mat(), 1, M, dim, weight.data(), 1e-5f);
+        t.record(out.v);
+        t.record(h.v);
+        if (!t.oracle) continue;
+        auto check = [&](const float* in, const float* got, double eps, const char* what) {
+            double s = 0;
+            for (int64_t i = 0; i < dim; i++) s += (double)in[i] * in[i];
+            for (int64_t i = 0; i < dim; i++) {
+                const double want = s / (double)dim > 3e38 ? in[i] * 0.0 : in[i] / std::sqrt(s / (double)dim + eps) * weight[i];
+                t.close(got[i], want, 1e-6 * std::fabs(want), what, i);
+            }
+        };
+        for (int64_t m = 0; m < 4; m++) check(&x.at(m, 0), &out.at(m, 0), 1e-6f, "rms_norm");
+        for (int64_t i = 0; i < dim; i++) t.close(out.at(4, i), NAN, 0, "rms_norm of a NaN", i);
+        for (int64_t m = 1; m < M; m++) for (int64_t c = 0; c < heads; c++) check(&before.v[m * h.stride + c * dim], &h.at(m, c * dim), 1e-5f, "head_norm");
+    }
+}
+
+void rope(const Kernels& k, Trace& t) {
+    struct { int64_t dim, rotated, heads; } shapes[] = {{64, 64, 3}, {128, 128, 2}, {256, 64, 1}, {20, 20, 3}, {8, 4, 5}, {96, 34, 1}};
+    for (auto s : shapes)
+        for (int kind = 0; kind < 2; kind++) {
+            Random r(s.dim * 2 + kind);
+            const int64_t M = 7, count = s.rotated / 2;
+            const int32_t positions[M] = {0, 1, 2, 255, 4095, 131071, 1048575};
+            std::vector<double> freq((size_t)count);
+            for (int64_t i = 0; i < count; i++) freq[i] = 1.0 / (double)(1 + i * i);
+            Matrix table(M, s.rotated, POISON), x(M, s.dim * s.heads, r);
+            const Matrix before = x;
+            t.at("rope dim=%d rotated=%d pairs=%d", (int)s.dim, (int)s.rotated, kind);
+            k.rope_table(positions, 0, M, freq.data(), count, 1.25f, table.v.data(), table.stride);
+            k.rope(x.mat(), 0, M, s.dim, s.rotated, (RopePairs)kind, table.v.data(), table.stride);
+            t.record(table.v);
+            t.record(x.v);
+            if (!t.oracle) continue;
+            for (int64_t m = 0; m < M; m++)
+                for (int64_t i = 0; i < count; i++) {
+                    const double angle = positions[m] * freq[i], c = 1.25 * std::cos(angle), sn = 1.25 * std::sin(angle);
+                    t.close(table.at(m, i), c, 1.5e-7, "cos", i);
+                    t.close(table.at(m, count + i), sn, 1.5e-7, "sin", i);
+                    for (int64_t h = 0; h < s.heads; h++) {
+                        const int64_t p = h * s.dim + (kind ? i : 2 * i), q = kind ? p + count : p + 1;
+                        const double a = before.v[m * x.stride + p], b = before.v[m * x.stride + q];
+                        t.close(x.at(m, p), a * c - b * sn, 2e-6, "first of the pair", p);
+                        t.close(x.at(m, q), a * sn + b * c, 2e-6, "second of the pair", q);
+                    }
+                }
+        }
+}
+
+void elementwise(const Kernels& k, Trace& t) {
+    for (int64_t cols : {1, 15, 17, 64, 100, 1000, 4096}) {
+        Random r(cols);
+        const int64_t M = 3;
+        Matrix g(M, cols, r, 4.0f), u(M, cols, r), out(M, cols, POISON);
+        for (int64_t i = 0; i < cols; i++) { g.at(1, i) = r.wild(); g.at(2, i) = i < 16 ? EXTREMES[i] : r.uniform() * 100.0f; u.at(2, i) = 1.0f; }
+        t.at("elementwise cols=%d", (int)cols);
+        for (Gate kind : {Gate::silu, Gate::gelu_tanh}) {
+            k.gate(kind, g.mat(), u.mat(), 0, M, out.mat());
+            t.record(out.v);
+            for (int64_t i = 0; t.oracle && i < cols; i++) {   // 1e-6 of the value; what exp's clamp at 88 leaves is below 1e-35
+                const double x = g.at(0, i), want = (kind == Gate::silu ? silu(x) : gelu_tanh(x)) * u.at(0, i);
+                t.close(out.at(0, i), want, kind == Gate::silu ? 1e-6 * std::fabs(want) + 1e-35 : 3e-6 * std::fabs(want) + 1e-6 * std::exp(-std::fabs(x)), "gate", i);
+            }
+        }
+        Matrix x = g;
+        k.add(g.mat(), u.mat(), 0, M, out.mat());
+        t.record(out.v);
+        for (int64_t i = 0; t.oracle && i < cols; i++) t.close(out.at(0, i), g.at(0, i) + u.at(0, i), 0, "add", i);
+        k.scale(x.mat(), 1, M, 0.3f);
+        t.record(x.v);
+        for (int64_t i = 0; t.oracle && i < cols; i++) t.close(x.at(2, i), g.at(2, i) * 0.3f, 0, "scale", i);
+        for (float cap : {1.0f, 30.0f}) {
+            x = g;
+            k.softcap(x.mat(), 0, M, cap);
+            t.record(x.v);
+            for (int64_t i = 0; t.oracle && i < cols; i++)
+                for (int64_t m : {0, 2}) {
+                    const double want = cap * std::tanh((double)g.at(m, i) / cap);
+                    t.close(x.at(m, i), want, 5e-7 * std::fabs(want) + 1e-43, "softcap", i);
+                }
+        }
+    }
+}
+
+void softmax(const Kernels& k, Trace& t) {
+    for (int64_t n : {1, 2, 15, 16, 17, 100, 1001})
+        for (float inverse : {1.0f, 0.7f, 20.0f})
+            for (int special = 0; special < 3; special++) {
+                Random r(n);
+                std::vector<float> x = floats(r, n, 0.0f, 12.0f), out((size_t)n, POISON);
+                if (special == 1) x[r.below(n)] = NAN;
+                if (special == 2 && n > 1) x[1] = -INFINITY;
+                t.at("softmax n=%d inverse=%g special=%d", (int)n, (double)inverse, special);
+                k.softmax(x.data(), n, inverse, out.data());
+                t.record(out);
+                if (!t.oracle || special == 1) continue;
+                const double top = *std::max_element(x.begin(), x.end());
+                double sum = 0;
+                for (float v : x) sum += std::exp((v - top) * inverse);
+                for (int64_t i = 0; i < n; i++) {   // the difference is rounded before exp, hence the share of its size
+                    const double z = (x[i] - top) * inverse, want = std::exp(z) / sum;
+                    t.close(out[i], want, z < -1e4 ? 0 : want * (1e-6 + 1.5e-7 * std::fabs(z)) + 1e-37, "probability", i);
+                }
+            }
+}
+
+void gather(const Kernels& k, Trace& t) {
+    for (int64_t K : {8, 20, 32, 100, 576, 1152, 4096 * 2})
+        for (int64_t block : {int64_t(0), int64_t(4), K & -K}) {   // K & -K: the largest power of two that divides K
+            block = std::min<int64_t>(block, 4096);
+            Random r(K + block);
+            Weights w(Codec::i8, K, K > 4096 ? 4096 : 32, 64, 0, r), f(Codec::f32, K, 32, 64, 0, r);
+            const std::vector<float> sign = signs(r, K);
+            t.at("gather K=%d block=%d", (int)K, (int)block);
+            for (int64_t c : {0, 1, 15, 16, 31, 32, 63}) {
+                std::vector<float> a((size_t)K, POISON), b((size_t)K, POISON);
+                k.gather_i8(w.slice, c, K, {block ? sign.data() : nullptr, block}, a.data());
+                k.gather_f32(f.slice, c, K, b.data());
+                t.record(a);
+                t.record(b);
+                if (!t.oracle) continue;
+                std::vector<double> y((size_t)K);
+                for (int64_t i = 0; i < K; i++) y[i] = (double)w.plain_i8[c * w.Kp + i] * w.scales[c];
+                for (int64_t i = 0; i < K; i++) t.close(b[i], f.plain_f32[c * f.Kp + i], 0, "f32", i);
+                for (int64_t i = 0; i < K; i += K > 600 ? 97 : 1)
+                    t.close(a[i], block ? hadamard_at(&y[i / block * block], block, i % block) * sign[i] : y[i], 2e-6 * 128 * w.scales[c] * std::sqrt((double)std::max<int64_t>(block, 1)), "i8", i);
+            }
+        }
+}
+
+// --- the KV cache and attention ---------------------------------------------------------------------------------------------
+
+// A cache full of NaN, as recycled blocks may be: nothing of it may reach a result.
+struct Cache {
+    std::vector<uint16_t> keys16, values16;
+    std::vector<float> keys32, values32;
+    KvLayer kv;
+    Cache(int64_t blocks, int64_t heads, int64_t dim, bool half) {
+        const int64_t pad = round_up(dim, 16), k = blocks * heads * dim * KV_BLOCK, v = blocks * heads * pad * KV_BLOCK;
+        if (half) { keys16.assign(k, 0x7e00); values16.assign(v, 0x7e00); } else { keys32.assign(k, NAN); values32.assign(v, NAN); }
+        kv = {half ? (void*)keys16.data() : keys32.data(), half ? (void*)values16.data() : values32.data(), half, heads, dim, pad};
+    }
+    double key(int64_t slot, int64_t h, int64_t d) const { return get(keys16, keys32, ((slot / KV_BLOCK * kv.heads + h) * kv.dim + d) * KV_BLOCK + slot % KV_BLOCK); }
+    double value(int64_t slot, int64_t h, int64_t d) const { return get(values16, values32, ((slot / KV_BLOCK * kv.heads + h) * KV_BLOCK + slot % KV_BLOCK) * kv.dim_pad + d); }
+    void record(Trace& t) const { t.record(keys16); t.record(keys32); t.record(values16); t.record(values32); }
+
+  private:
+    double get(const std::vector<uint16_t>& h, const std::vector<float>& f, int64_t i) const { return kv.half ? half_value(h[i]) : f[i]; }
+};
+
+void kv_append(const Kernels& k, Trace& t) {
+    for (int64_t dim : {8, 20, 64, 128, 256})
+        for (bool half : {true, false}) {
+            Random r(dim * 2 + half);
+            const int64_t heads = 3;
+            const std::vector<int32_t> slots = {0, 3, 255, 256, 257, 300, 304, 511, 512};
+            Matrix key((int64_t)slots.size(), heads * dim, r), value = key;
+            for (float& x : value.v) x = -2 * x;
+            for (int64_t m = 0; m < 8; m++) {
+                const int64_t c = r.below(3 * dim);
+                key.at(m, c) = EXTREMES[2 * m];
+                value.at(m, c) = EXTREMES[2 * m + 1];
+            }
+            Cache c(3, heads, dim, half);
+            t.at("kv_append dim=%d half=%d", (int)dim, half);
+            k.kv_append(c.kv, key.mat(), value.mat(), slots.data(), 1, heads);
+            c.record(t);
+            for (int64_t m = 0; t.oracle && m < 9; m++)
+                for (int64_t h = 0; h < heads; h++)
+                    for (int64_t d = 0; d < dim; d++) {
+                        auto stored = [&](float f) { return h == 0 ? NAN : half ? nearest_half(f) : (double)f; };
+                        t.close(c.key(slots[m], h, d), stored(key.at(m, h * dim + d)), 0, "key", m * 1000 + d);
+                        if (h || slots[m] % 16) t.close(c.value(slots[m], h, d), stored(value.at(m, h * dim + d)), 0, "value", m * 1000 + d);
+                    }
+        }
+}
+
+void attend(const Kernels& k, const AttentionArgs& a, const Tile& tile) {
+    const int64_t vectors = tile.count * (a.heads / a.kv.heads);
+    const int64_t lowest = a.window > 0 ? std::max<int64_t>(0, tile.first_position - a.window + 1) : 0;
+    std::vector<float> scratch((size_t)k.attention_scratch(a, tile.count), NAN), max[2], sum[2], out[2];
+    for (int i = 0; i < 2; i++) { max[i].assign(vectors, NAN); sum[i].assign(vectors, NAN); out[i].assign(vectors * a.kv.dim_pad, NAN); }
+    const Partial total = {max[0].data(), sum[0].data(), out[0].data()}, one = {max[1].data(), sum[1].data(), out[1].data()};
+    for (int64_t h = 0; h < a.kv.heads; h++) {
+        for (int64_t b = lowest / KV_BLOCK; b <= (tile.first_position + tile.count - 1) / KV_BLOCK; b++) {
+            k.attention_block(a, tile, h, b, scratch.data(), one);
+            k.attention_merge(a, tile, h, total, one, b == lowest / KV_BLOCK);
+        }
+        k.attention_finish(a, tile, h, total);
+    }
+}
+
+void attention(const Kernels& k, Trace& t) {
+    struct { int64_t length, rows, heads, kv_heads, dim, window; float softcap; bool half; } cases[] = {
+        {1, 1, 1, 1, 64, 0, 0, true},        {2, 2, 4, 2, 20, 0, 0, false},    {17, 17, 3, 1, 64, 0, 0, true},     {40, 5, 4, 4, 8, 7, 0, true},
+        {255, 3, 4, 1, 64, 0, 0, true},      {256, 4, 2, 2, 128, 0, 50, true}, {257, 3, 9, 3, 64, 0, 0, true},     {257, 2, 4, 1, 256, 0, 0, false},
+        {300, 13, 2, 1, 20, 1, 0, true},     {300, 8, 3, 1, 64, 16, 30, true}, {530, 24, 1, 1, 64, 100, 0, false}, {600, 7, 4, 2, 64, 256, 0, true},
+        {600, 9, 2, 1, 128, 257, 50, false}, {780, 2, 4, 2, 64, 512, 0, true}, {700, 1, 8, 2, 64, 0, 0, true},
+    };
+    for (auto c : cases) {
+        Random r(c.length * 10 + c.rows);
+        const int64_t blocks = (c.length + 255) / 256, first = c.length - c.rows, share = c.heads / c.kv_heads;
+        std::vector<int32_t> table((size_t)(2 * blocks + 2), -1), slots;    // sequence 1 of two, its blocks in descending order
+        for (int64_t b = 0; b < blocks; b++) table[blocks + 1 + b] = (int32_t)(blocks - b);
+        for (int64_t p = 0; p < c.length; p++) slots.push_back((int32_t)(table[blocks + 1 + p / 256] * 256 + p % 256));
+        Matrix key(c.length, c.kv_heads * c.dim, r), value(c.length, c.kv_heads * c.dim, r), q(c.rows + 1, c.heads * c.dim, r), out(c.rows + 1, c.heads * c.dim, POISON);
+        if (c.rows > 4) { q.at(2, 3) = INFINITY; q.at(3, 5) = NAN; for (int64_t d = 0; d < c.dim; d++) q.at(4, d) *= 1e3f; }
+        Cache cache(blocks + 1, c.kv_heads, c.dim, c.half);
+        k.kv_append(cache.kv, key.mat(), value.mat(), slots.data(), 0, c.kv_heads);
+        const Tile tile = {1, (int32_t)c.rows, 1, (int32_t)first};
+        AttentionArgs a = {q.mat(), out.mat(), cache.kv, &tile, table.data(), blocks + 1, c.heads, c.window, 0.125f, c.softcap};
+        t.at("attention length=%d rows=%d heads=%d/%d dim=%d window=%d softcap=%g half=%d", (int)c.length, (int)c.rows, (int)c.heads, (int)c.kv_heads, (int)c.dim, (int)c.window, (double)c.softcap, c.half);
+        attend(k, a, tile);
+        t.record(out.v);
+        Matrix alone(c.rows + 1, c.heads * c.dim, POISON);   // a row's result depends on that row alone
+        a.out = alone.mat();
+        for (int32_t m = 0; m < c.rows; m++) attend(k, a, {1 + m, 1, 1, (int32_t)first + m});
+        t.same(alone.v.data(), out.v.data(), out.v.size(), "rows one by one");
+        if (!t.oracle) continue;
+        for (int64_t m = 0; m < c.rows; m++)
+            for (int64_t h = 0; h < c.heads; h++) {
+                const int64_t p = first + m, from = c.window > 0 ? std::max<int64_t>(0, p - c.window + 1) : 0;
+                std::vector<double> s, y((size_t)c.dim, 0.0);
+                for (int64_t i = from; i <= p; i++) {
+                    double dot = 0;
+                    for (int64_t d = 0; d < c.dim; d++) dot += q.at(1 + m, h * c.dim + d) * cache.key(slots[i], h / share, d);
+                    s.push_back(c.softcap > 0 ? c.softcap * std::tanh(dot * 0.125 / c.softcap) : dot * 0.125);
+                }
+                if ((m == 1 || m == 2) && c.rows > 4 && h == 0) {   // the special rows, where a query holds an infinity or a NaN
+                    for (int64_t d = 0; m == 2 && d < c.dim; d++) t.close(out.at(1 + m, d), NAN, 0, "a NaN query", d);
+                    continue;
+                }
+                const double top = *std::max_element(s.begin(), s.end());
+                double sum = 0, size = 0;
+                for (double& x : s) { size = std::max(size, std::fabs(x)); x = std::exp(x - top); sum += x; }
+                for (int64_t i = from; i <= p; i++) for (int64_t d = 0; d < c.dim; d++) y[d] += s[i - from] / sum * cache.value(slots[i], h / share, d);
+                for (int64_t d = 0; d < c.dim; d++) t.close(out.at(1 + m, h * c.dim + d), y[d], 4e-6 + 2e-6 * size, "row", m * 1000 + h * c.dim + d);
+            }
+    }
+}
+
+// Every half through the cache and back: written as a float, read as the only position that a query sees.
+void halves(const Kernels& k, Trace& t) {
+    const int64_t dim = 256, count = 65536 / dim;
+    Cache c(count, 1, dim, true);
+    Matrix key(count, dim), value(count, dim), q(1, dim), out(count, dim, POISON), wild(count, dim);
+    Random r(7);
+    std::vector<int32_t> slots;
+    for (int64_t b = 0; b < count; b++) {
+        slots.push_back((int32_t)(b * 256));
+        for (int64_t d = 0; d < dim; d++) {
+            value.at(b, d) = (float)half_value((uint16_t)(b * 256 + d));
+            const float near = value.at(b, d) * (1.0f + r.uniform() * 0x1p-11f);   // beside it, between it and its neighbours, anywhere
+            wild.at(b, d) = d % 4 == 0 ? r.wild() : d % 4 == 1 ? (float)((half_value((uint16_t)(b * 256 + d)) + half_value((uint16_t)(b * 256 + d + 1))) / 2) : near;
+        }
+    }
+    t.at("halves");
+    k.kv_append(c.kv, key.mat(), value.mat(), slots.data(), 0, 1);
+    for (int32_t b = 0; b < count; b++) attend(k, {q.mat(), out.row(b), c.kv, nullptr, &b, 1, 1, 0, 1.0f, 0.0f}, {0, 1, 0, 0});
+    t.record(out.v);
+    for (int64_t i = 0; t.oracle && i < 65536; i++) {
+        const uint16_t h = c.values16[i / 256 * 256 * 256 + i % 256];
+        t.expect(std::isnan(half_value((uint16_t)i)) ? std::isnan(half_value(h)) : h == i, "a half as a float is that half again");
+        t.close(out.v[i], half_value((uint16_t)i), 0, "half read", i);
+    }
+    k.kv_append(c.kv, key.mat(), wild.mat(), slots.data(), 0, 1);
+    c.record(t);
+    for (int64_t i = 0; t.oracle && i < 65536; i++) t.close(c.value(slots[i / 256], 0, i % 256), nearest_half(wild.v[i]), 0, "half written", i);
+}
+
+// The yardsticks of bench/kernels.py: how much they say they did, and that memory is read.
+void yardsticks(const Kernels& k, Trace& t) {
+    t.at("yardsticks");
+    Random r(3);
+    std::vector<int32_t> memory(64 * 5);
+    uint32_t sum = 0;
+    for (int32_t& v : memory) sum += (uint32_t)(v = (int32_t)r.bits());
+    t.expect(k.read_memory(memory.data(), (int64_t)memory.size() * 4) == (int32_t)sum, "read_memory reads all of it");
+    t.expect(k.int8_peak(7) > 0 && k.int8_peak(7) % 7 == 0 && k.float_peak(7) > 0 && k.float_peak(7) % 7 == 0, "peaks count every iteration");
+}
+
+// --- operations over threads, chunks and batches ----------------------------------------------------------------------------
+
+std::vector<float> forward(int64_t chunk, bool decode) {   // attention over a prompt, in chunks, then perhaps a position at a time
+    const int64_t length = decode ? 1030 : 300, heads = 4, kv_heads = 2, dim = 64;
+    Random r(1);
+    Matrix q(length, heads * dim, r), key(length, kv_heads * dim, r), value(length, kv_heads * dim, r), out(length, heads * dim, POISON);
+    KvCache cache(1, kv_heads, dim, 6, true);
+    Batch b;
+    b.table = {3, 1, 0, 5, 2};
+    b.table_stride = 5;
+    for (int64_t p = 0; p < length; p += chunk) {
+        if (decode && p + chunk > 1024) chunk = 1;
+        const int64_t n = std::min(chunk, length - p);
+        b.runs = {{0, (int32_t)n, 0, (int32_t)p}};
+        b.slots.clear();
+        for (int64_t i = p; i < p + n; i++) b.slots.push_back((int32_t)(b.table[i / 256] * 256 + i % 256));
+        auto part = [&](Matrix& m) { return Mat{&m.at(p, 0), n, m.cols, m.stride}; };
+        op_attention(cache.layer(0), b, part(q), part(key), part(value), heads, 0.125f, 0, 0.0f, part(out));
+    }
+    return out.v;
+}
+
+void ops(const Kernels& k, Trace& t) {
+    choose_kernels(k.name);
+    std::vector<float> first;
+    for (int threads : {1, 2, 4}) {
+        pool_resize(threads);
+        std::vector<float> all;
+        auto keep = [&](const std::vector<float>& v) { all.insert(all.end(), v.begin(), v.end()); };
+        Random r(5);
+        for (int64_t M : {1, 3, 17}) {
+            Weights a(Codec::i8, 576, 576, 192, 0, r), b(Codec::i8, 576, 576, 64, 192, r), f(Codec::f32, 576, 32, 128, 0, r);
+            Matrix x(M, 576, r), y(M, 256, POISON), z(M, 128, POISON), normed(M, 576, POISON);
+            const std::vector<float> sign = signs(r, 576), weight = floats(r, 576, 1.0f, 0.2f);
+            QuantisedRows rows(M, 576);
+            op_rms_norm(x.mat(), weight.data(), 1e-6f, normed.mat());
+            op_quantise(normed.mat(), {sign.data(), 64}, rows);
+            const Rows view = rows.view();
+            op_linear(normed.mat(), &view, {{a.slice, y.mat(), nullptr}, {b.slice, y.mat(), nullptr}});
+            op_linear(normed.mat(), nullptr, {{f.slice, z.mat(), nullptr}});
+            keep(y.v);
+            keep(z.v);
+        }
+        const std::vector<float> whole = forward(300, false);
+        keep(whole);
+        for (int64_t chunk : {1, 43, 256}) { const std::vector<float> parts = forward(chunk, false); t.same(parts.data(), whole.data(), whole.size(), "attention in chunks"); }
+        keep(forward(1024, true));
+        t.at("ops threads=%d", threads);
+        if (first.empty()) { first = all; t.record(all); }
+        t.same(all.data(), first.data(), all.size(), "one thread or several");
+    }
+    pool_resize(1);
+}
+
+void pool(Trace& t) {
+    t.at("pool");
+    for (int threads : {1, 2, 4, 3}) {
+        pool_resize(threads);
+        t.expect(pool_threads() == threads, "as many threads as asked for");
+        for (int64_t count : {0, 1, 2, 3, 7, 64, 1000})
+            for (int64_t grain : {0, 1, 3, 64, 5000}) {
+                std::vector<std::atomic<int>> seen((size_t)count);
+                std::atomic<bool> worker_ok{true};
+                auto task = [&](int64_t b, int64_t e, int w) { if (w < 0 || w >= threads) worker_ok = false; for (int64_t i = b; i < e; i++) seen[i]++; };
+                if (grain) parallel_chunks(count, grain, task); else parallel_runs(count, task);
+                t.expect(std::all_of(seen.begin(), seen.end(), [](const std::atomic<int>& n) { return n == 1; }) && worker_ok, "each index once, by a worker of the pool");
+            }
+    }
+    // Two users and one who keeps changing the number of threads: no result changes, nothing hangs.
+    const std::vector<float> want = forward(43, false);
+    std::atomic<bool> stop{false};
+    std::thread changer([&] { for (int i = 0; !stop; i++) { pool_resize(1 + i % 4); std::this_thread::sleep_for(std::chrono::milliseconds(2)); } });
+    std::vector<float> other;
+    std::thread user([&] { for (int i = 0; i < 4; i++) other = forward(43, false); });
+    for (int i = 0; i < 4; i++) { const std::vector<float> got = forward(43, false); t.same(got.data(), want.data(), want.size(), "while the pool changes"); }
+    user.join();
+    stop = true;
+    changer.join();
+    t.same(other.data(), want.data(), want.size(), "another user while the pool changes");
+    pool_resize(1);
+}
+
+// Error bounds of the functions that the kernels share: 1 ulp = 2^-23 of the value's power of two.
+void functions(Trace& t) {
+    t.at("functions");
+    auto ulps = [](double got, double want) { int e; std::frexp(want, &e); return std::fabs(got - want) / std::ldexp(1.0, std::max(e, -125) - 24); };
+    double worst_exp = 0, worst_tanh = 0, worst_sin = 0;
+    for (int i = 0; i <= 200000; i++) {
+        const float x = -87.0f + 175.0f * (float)i / 200000.0f, y = 20.0f * (float)i / 200000.0f;
+        worst_exp = std::max(worst_exp, ulps(math::vexp(math::vset(x)).v[0], std::exp((double)x)));
+        worst_tanh = std::max(worst_tanh, ulps(math::vtanh(math::vset(-y)).v[0], std::tanh(-(double)y)));
+        const double angle = (i % 2 ? 1e6 : -10.0) * i / 200000.0;
+        double s, c;
+        math::sin_cos(angle, &s, &c);
+        worst_sin = std::max({worst_sin, std::fabs(s - std::sin(angle)), std::fabs(c - std::cos(angle))});
+    }
+    if (worst_exp > 3) t.fail("exp is %.3g ulp off", worst_exp);
+    if (worst_tanh > 4) t.fail("tanh is %.3g ulp off", worst_tanh);
+    if (worst_sin > 1e-15) t.fail("sin or cos is %.3g off", worst_sin);
+    auto exp1 = [](float x) { return math::vexp(math::vset(x)).v[0]; };
+    auto tanh1 = [](float x) { return math::vtanh(math::vset(x)).v[0]; };
+    t.expect(exp1(0.0f) == 1.0f && exp1(-INFINITY) == 0.0f && exp1(-87.1f) == 0.0f && exp1(INFINITY) == exp1(88.0f) && std::isnan(exp1(NAN)), "exp at its ends");
+    t.expect(tanh1(0.0f) == 0.0f && tanh1(INFINITY) == 1.0f && tanh1(-INFINITY) == -1.0f && std::isnan(tanh1(NAN)), "tanh at its ends");
+}
+
+// --- groups -----------------------------------------------------------------------------------------------------------------
+
+struct Group { const char* name; void (*run)(const Kernels&, Trace&); };
+constexpr Group GROUPS[] = {{"linear_i8", linear_i8}, {"scale_sums", scale_sums}, {"linear_f32", linear_f32}, {"quantise", quantise}, {"rotate", rotate}, {"norms", norms}, {"rope", rope}, {"elementwise", elementwise},
+                            {"softmax", softmax}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"yardsticks", yardsticks}, {"ops", ops}};
+
+bool report(const char* group, const char* isa, const Trace& t) {   // "group isa ok digest", or "group isa FAILED why"
+    const bool ok = t.failure.empty();
+    if (ok && t.words.empty()) std::printf("%-12s %-9s ok\n", group, isa);
+    else if (ok) std::printf("%-12s %-9s ok %016llx\n", group, isa, (unsigned long long)t.digest());
+    else std::printf("%-12s %-9s FAILED %s\n", group, isa, t.failure.c_str());
+    std::fflush(stdout);
+    return ok;
+}
+
+int test_all() {
+    bool good = true;
+    const char* names[8];
+    const int count = kernel_names(names, 8);
+    for (const Group& g : GROUPS) {
+        choose_kernels("portable");
+        Trace portable(true);
+        g.run(*kernels(), portable);
+        good &= report(g.name, "portable", portable);
+        for (int i = 0; i < count; i++) {
+            if (!std::strcmp(names[i], "portable")) continue;
+            choose_kernels(names[i]);
+            Trace t(false);
+            g.run(*kernels(), t);
+            t.must_equal(portable);
+            good &= report(g.name, names[i], t);
+        }
+    }
+    choose_kernels("best");
+    Trace f(true), p(true);
+    functions(f);
+    pool(p);
+    good &= report("functions", "-", f);
+    good &= report("pool", kernels()->name, p);
+    return good ? 0 : 1;
+}
+
+int test_one(const char* isa) {
+    if (!choose_kernels(isa)) { std::fprintf(stderr, "test_kernels: %s does not run on this processor\n", isa); return 1; }
+    bool good = true;
+    for (const Group& g : GROUPS) {
+        Trace t(true);
+        g.run(*kernels(), t);
+        good &= report(g.name, isa, t);
+    }
+    return good ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace ork::test
+
+int main(int argc, char** argv) {
+    if (argc == 1) return ork::test::test_all();
+    if (argc == 3 && !std::strcmp(argv[1], "--isa")) return ork::test::test_one(argv[2]);
+    std::fprintf(stderr, "usage: test_kernels [--isa NAME]\n");
+    return 2;
+}
