@@ -98,7 +98,7 @@ class MemDestroy(LittleEndianStructure):
 
 
 class MemSync(LittleEndianStructure):
-    """Clean (to the device) or invalidate (from the device) the CPU's cache lines of a range; by obj_addr, no handle."""
+    """Clean (to the device) or invalidate (from it) the CPU's cache lines of a range; by obj_addr, no handle."""
 
     _fields_ = [
         ("flags", c_uint32),
