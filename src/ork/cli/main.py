@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ork import __version__
-from ork.errors import OrkError
+from ork.errors import OrkError, UsageError
 
 COMMANDS = {
     "run": "generate text or chat with a model",
     "convert": "make a .orkpack from a GGUF file or a Hugging Face folder",
     "pull": "fetch a model by name, from a hub, or check a path",
     "bench": "measure prefill and decode speed",
-    "inspect": "show what a pack or a source holds",
+    "inspect": "show what a pack holds",
     "verify": "check every hash of a pack",
+    "npu": "work on programs of the NPU: disassemble, compare",
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def parser() -> Parser:
+    top = Parser(
         prog="ork",
         description="Large language models on RK3588 boards and on any CPU.",
         epilog="`ork COMMAND --help` has the details. Models: a path, hf:OWNER/REPO[:QUANT], or a name (`ork pull`).",
@@ -37,23 +45,47 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 2 an error that was explained, 130 interrupted."""
+    _standard_streams()
     try:
         args = parser().parse_args(argv)
         code = importlib.import_module(f"ork.cli.{args.command}").run(args)
         sys.stdout.flush()
         return int(code or 0)
     except OrkError as error:
-        print(f"ork: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _explain(str(error), 2)
     except KeyboardInterrupt:
-        print("ork: interrupted", file=sys.stderr)
-        return 130
+        return _explain("interrupted", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away: nothing to say
+        _drop_output()  # the reader went away: nothing to say
         return 0
     except MemoryError:
-        print("ork: not enough memory: close other programs or take a smaller model", file=sys.stderr)
-        return 2
+        return _explain("not enough memory: close other programs or take a smaller model", 2)
+    except OSError as error:
+        if error.filename is None:
+            _drop_output()
+        return _explain(f"{error.filename or 'standard output'}: {error.strerror or error}", 2)
+
+
+def _explain(text: str, code: int) -> int:
+    """One line whatever is in the text; what a file made up reaches no terminal as a control character."""
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    print(f"ork: {line}", file=sys.stderr)
+    return code
+
+
+def _standard_streams() -> None:
+    """Closed ones lead nowhere; text that a terminal cannot show does not end the program."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and name == "stdout":
+            stream.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """What is still buffered would fail again when the interpreter flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ __all__ = [
     "encode",
     "fetch_amount",
     "fetched_words",
+    "link",
     "mask_addresses",
     "patch",
     "positions",
@@ -218,19 +219,22 @@ def assemble(
     """
     pairs = writes.items() if isinstance(writes, Mapping) else writes
     body = [word(target_of(register(offset).offset), offset, value) for offset, value in pairs]
-    if bool(next_address) != bool(next_amount):
-        raise AssemblyError(f"next program at {next_address:#x} with amount {next_amount}: give both or neither")
     if not enable or enable & ~REGISTERS[0xF008].mask:
         raise AssemblyError(f"op-enable mask {enable:#x}: must name blocks within {REGISTERS[0xF008].mask:#x}")
+    trailer = [0, 0, word(MARKER_TARGET, 0, 0), word(ENABLE_TARGET, _ENABLE, enable)]
+    words = np.array(body + trailer, dtype=np.uint64)
+    link(words, next_address, next_amount)
+    return words
+
+
+def link(words: Words, next_address: int = 0, next_amount: int = 0) -> None:
+    """Makes an assembled program continue at `next_address` (both 0: makes it the last), in place."""
+    if bool(next_address) != bool(next_amount):
+        raise AssemblyError(f"next program at {next_address:#x} with amount {next_amount}: give both or neither")
     follows = encode(_NEXT_ADDRESS, pc_source_addr=next_address, pc_sel=0)
     amount = encode(_NEXT_AMOUNT, pc_data_amount=next_amount)
-    trailer = [
-        word(target_of(_NEXT_ADDRESS), _NEXT_ADDRESS, follows) if next_address else 0,
-        word(target_of(_NEXT_AMOUNT), _NEXT_AMOUNT, amount),
-        word(MARKER_TARGET, 0, 0),
-        word(ENABLE_TARGET, _ENABLE, enable),
-    ]
-    return np.array(body + trailer, dtype=np.uint64)
+    words[-4] = word(target_of(_NEXT_ADDRESS), _NEXT_ADDRESS, follows) if next_address else 0
+    words[-3] = word(target_of(_NEXT_AMOUNT), _NEXT_AMOUNT, amount)
 
 
 def positions(words: Words, offset: int) -> npt.NDArray[np.intp]:
