@@ -6,7 +6,6 @@ Each architecture with int8 weights and 640 tokens: three KV blocks, and several
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest

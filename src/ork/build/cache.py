@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -57,9 +58,9 @@ def cached_pack(
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(f"{target.parent}: {error.strerror}; set ORK_HOME to a folder for packs") from None
-            if announce:
-                announce(f"converting {path.name} once, into {target}")
-            convert(source, target, recipe, max_ram=max_ram, progress=progress)
+            line = f"converting {path.name} once, into {target}"
+            said = announce and partial(announce, line)
+            convert(source, target, recipe, max_ram=max_ram, progress=progress, announce=said)
     return target
 
 

@@ -123,9 +123,11 @@ def convert(
     max_ram: int = DEFAULT_MAX_RAM,
     workers: int | None = None,
     progress: Progress | None = None,
+    announce: Callable[[], None] | None = None,
 ) -> Path:
     """Writes the pack `target`; a conversion that was interrupted goes on where it stopped, with the same bytes.
 
+    `announce` is called when the source has been found good, before the first byte is written.
     Holds at most `max_ram` bytes beyond the mapped source. Raises SourceError, PackError, StorageError, UsageError.
     """
     _check_target(Path(target))
@@ -141,6 +143,8 @@ def convert(
         )
     count = max(1, min(workers or os.cpu_count() or 1, (max_ram - fixed) // max(each, 1)))
     total = sum(plan.nbytes(e) for e in range(len(plan)))
+    if announce:
+        announce()
     with PackWriter.open(target, plan) as writer:
         todo = list(writer.missing())
         done = total - sum(plan.nbytes(e) for e in todo)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ork.cli.common import add_device, add_model, progress_bar, resolve, say, size_text
+from ork.cli.common import add_device, add_model, check_threads, progress_bar, resolve, say, size_text
 from ork.errors import UsageError
 
 
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.n_prompt < 0 or args.n_gen < 0 or args.repetitions < 1 or not args.n_prompt + args.n_gen:
         raise UsageError("give -p or -n a positive number of tokens, and -r at least 1")
+    check_threads(args.threads)
     path = resolve(args.model)
     with progress_bar("converting") as progress:
         pack = cached_pack(

@@ -50,6 +50,12 @@ def add_device(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the physical, big cores)")
 
 
+def check_threads(count: int | None) -> None:
+    """Raises UsageError before any work is done for a number that the kernels would refuse."""
+    if count is not None and not 1 <= count <= 256:
+        raise UsageError(f"--threads {count}: give a number from 1 to 256")
+
+
 def resolve(model: str) -> Path:
     """The file or folder that MODEL names: a path, or what `ork pull` has fetched."""
     from ork.sources import hub

@@ -7,7 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from ork.cli.common import add_model, parse_size, progress_bar, resolve, say, size_text
+from ork.cli.common import add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
 
 
 def add(sub: argparse.ArgumentParser) -> None:
@@ -19,13 +19,19 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--threads", type=int, metavar="N", help="slices to work on at a time (default: all processors)")
 
 
+def _beside(path: Path) -> Path:
+    """model.gguf -> model.orkpack; a folder's name is kept whole, dots and all."""
+    return path.parent / f"{path.name if path.is_dir() else path.stem}.orkpack"
+
+
 def run(args: argparse.Namespace) -> int:
     from ork.build.convert import convert
     from ork.quant.recipe import builtin
     from ork.sources.base import open_source
 
+    check_threads(args.threads)
     path = resolve(args.model)
-    target = args.output or path.with_suffix(".orkpack")
+    target = args.output or _beside(path.absolute())
     recipe = builtin(args.codec, rotate=not args.no_rotate)
     start = time.perf_counter()
     with contextlib.closing(open_source(path)) as source, progress_bar(target.name) as progress:

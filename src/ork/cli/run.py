@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ork.cli.common import add_device, add_model, parse_size, progress_bar, resolve, say, size_text
+from ork.cli.common import add_device, add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,19 +47,23 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ork.engine.sampling import SamplingParams
+
     if args.max_tokens < -1:
         raise UsageError(f"-n {args.max_tokens}: give a number of tokens, or -1 for no limit")
-    interactive = args.chat and args.prompt is None and args.file is None and sys.stdin.isatty()
+    check_threads(args.threads)
+    sampling = {
+        "temperature": args.temp,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repeat_penalty": args.repeat_penalty,
+        "seed": args.seed,
+    }
+    SamplingParams(**sampling).check()  # before a model is converted for it
+    interactive = args.chat and args.prompt is None and args.file is None and sys.stdin and sys.stdin.isatty()
     text = None if interactive else _prompt(args)
     with _load(args) as model:
-        sampling = {
-            "temperature": args.temp,
-            "top_k": args.top_k,
-            "top_p": args.top_p,
-            "min_p": args.min_p,
-            "repeat_penalty": args.repeat_penalty,
-            "seed": args.seed,
-        }
         if args.chat:
             return _chat(model, args, text, sampling)
         assert text is not None
@@ -73,12 +77,12 @@ def _prompt(args: argparse.Namespace) -> str:
         if args.file is not None:
             with args.file.open("rb") as f:
                 data = f.read(MAX_PROMPT_BYTES + 1)
-        elif sys.stdin.isatty():
+        elif sys.stdin is None or sys.stdin.isatty():
             raise UsageError("no prompt: give -p TEXT, -f FILE, --chat, or text on standard input")
         else:
             data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{args.file}: {error.strerror}") from None
+        raise UsageError(f"{args.file or 'standard input'}: {error.strerror}") from None
     if len(data) > MAX_PROMPT_BYTES:
         raise UsageError(f"the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB")
     return str(data.decode("utf-8", "replace"))

@@ -47,6 +47,9 @@ class CpuDevice:
         count = default_threads() if threads is None else threads
         if not 1 <= count <= 256:
             raise UsageError(f"--threads {count}: give a number from 1 to 256")
+        asked = os.environ.get("ORK_ISA", "best")
+        if asked not in ("best", *native.isa_names()):
+            raise UsageError(f"ORK_ISA={asked}: this processor runs {', '.join(native.isa_names())}")
         native.set_threads(count)
         self.threads = count
         self.isa = native.isa()
