@@ -13,6 +13,9 @@
 
 namespace ork::test {
 
+inline constexpr float POISON = -7.25f;    // what outputs hold before a kernel writes them; words it must not touch stay so
+inline constexpr float EXTREMES[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, 1e-45f, -3e-39f, 1.2e-38f, 88.5f, -88.5f, 3.4e38f, -3.4e38f, 65504.0f, 65519.9f, 65520.0f, 6e-8f};
+
 // Inputs come from integers and exact float operations alone, so that every machine draws the same ones.
 class Random {
   public:

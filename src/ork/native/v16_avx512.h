@@ -57,4 +57,9 @@ static inline float vmax_lanes(V16 a) {
     return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 static inline uint32_t imax_unsigned_lanes(I16 a) { return _mm512_reduce_max_epu32(a); }
-static inline int32_t isum(I16 a) { return _mm512_reduce_add_epi32(a); }
+static inline int32_t isum(I16 a) {   // not _mm512_reduce_add_epi32: the compiler takes its signed overflow for undefined
+    __m256i b = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+    __m128i c = _mm_add_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    c = _mm_add_epi32(c, _mm_shuffle_epi32(c, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xB1)));
+}
