@@ -25,11 +25,14 @@ namespace {
 struct Candidate { const Kernels* table; bool runnable; };
 
 #if defined(__x86_64__)
-bool has_avx_vnni() {   // CPUID 7.1 EAX bit 4; older compilers do not know the name
-    unsigned a = 7, b, c = 1, d;
+// Bits that __builtin_cpu_supports has no name for in older compilers.
+unsigned cpuid(unsigned leaf, unsigned subleaf, char reg) {
+    unsigned a = leaf, b, c = subleaf, d;
     __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    return a >> 4 & 1;
+    return reg == 'a' ? a : c;
 }
+bool has_f16c() { return cpuid(1, 0, 'c') >> 29 & 1; }
+bool has_avx_vnni() { return cpuid(7, 1, 'a') >> 4 & 1; }
 #endif
 
 // Best first.
@@ -37,7 +40,7 @@ int candidates(Candidate* out) {
     int n = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
     out[n++] = {&isa_avx512::table, avx512};
