@@ -131,6 +131,16 @@ def test_a_reader_that_goes_away_is_no_error(endless: Path) -> None:
     assert (done.stdout, done.stderr) == ("bcdef", "")
 
 
+@pytest.mark.parametrize("command", [["run", "-p", "T"], ["inspect", "--json"], ["verify"]])
+def test_a_reader_that_was_never_there(pack: Path, command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(command[0], pack, *command[1:], stdout=writer)
+    os.close(writer)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, err) == (0, b"")
+
+
 def test_ctrl_c_keeps_the_text_so_far(endless: Path) -> None:
     process = start("run", endless, "-p", "a", "-n", "-1", "-c", "300000")
     assert process.stdout is not None

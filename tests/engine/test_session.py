@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ork
@@ -42,7 +42,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ork.LoadedMode
 def rambling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ork.LoadedModel]:
     """Random weights: every token of the prompt has a say in what follows. Room for two sequences."""
     path = tiny.random_gguf(tmp_path_factory.mktemp("rambling") / "x.gguf", "qwen3")
-    with ork.load(path, n_ctx=700, sequences=2) as model:
+    with ork.load(path, n_ctx=600, sequences=2) as model:
         yield model
 
 
@@ -218,11 +218,11 @@ def test_an_interrupt_within_a_pass(rambling: ork.LoadedModel, monkeypatch: pyte
 
 
 def test_sequences_fill_the_pool_each_to_its_context(rambling: ork.LoadedModel) -> None:
-    """700 positions are three blocks: two sequences of 700 need six."""
+    """600 positions are three blocks: two sequences of 600 need six, not five."""
     seqs = [Sequence(), Sequence()]
     for seq in seqs:
-        rambling.engine.prefill(seq, [5] * 700)
-        with pytest.raises(UsageError, match="longer than the context of 700"):
+        rambling.engine.prefill(seq, [5] * 600)
+        with pytest.raises(UsageError, match="longer than the context of 600"):
             rambling.engine.forward([(seq, [5])])
     for seq in seqs:
         rambling.engine.pool.truncate(seq, 0)
@@ -243,7 +243,33 @@ def test_tokens_outside_of_the_vocabulary(rambling: ork.LoadedModel) -> None:
     assert rambling.engine.pool.used_blocks == 0
 
 
+def test_the_prompt_counts_as_said(rambling: ork.LoadedModel) -> None:
+    """The repetition penalty begins with the tokens of the prompt."""
+    changed = 0
+    for seed in range(20):
+        prompt = np.random.default_rng(seed).integers(3, 259, 40).tolist()
+        session = Session(rambling.engine, rambling.tokenizer)
+        params = SamplingParams(repeat_penalty=3.0)
+        list(session.generate(prompt, params, limit=2))
+        logits = rambling.logits(prompt)[-1]
+        penalised = logits.copy()
+        seen = sorted(set(prompt))
+        penalised[seen] = np.where(logits[seen] > 0, logits[seen] / np.float32(3), logits[seen] * np.float32(3))
+        if session.tokens[len(prompt) :]:  # nothing if it was an end token
+            assert session.tokens[len(prompt)] == penalised.argmax()
+        changed += penalised.argmax() != logits.argmax()
+        session.close()
+    assert changed >= 2
+
+
 # --- the Python API
+
+
+def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
+    path = tiny.speaking_gguf(tmp_path / "x.gguf", "abc")
+    for bad in ({"threads": 0}, {"threads": 257}, {"n_ctx": 0}, {"n_ctx": 2049}, {"kv": "i8"}, {"device": "gpu"}):
+        with pytest.raises(UsageError):
+            ork.load(path, **bad)  # type: ignore[arg-type]
 
 
 def test_chats_remember_and_let_go(speaking: ork.LoadedModel) -> None:
@@ -295,7 +321,10 @@ def test_logits_have_a_row_a_token(rambling: ork.LoadedModel) -> None:
 ALPHABET = st.text("ab", max_size=12)
 
 
-@given(ALPHABET, st.lists(st.text("ab", max_size=4), max_size=3), st.lists(st.integers(1, 4), max_size=12))
+@given(ALPHABET, st.lists(st.text("ab", max_size=4), max_size=3), st.lists(st.integers(1, 8), max_size=12))
+@example("aabab", ["bab", "ab"], [5])
+@example("aabab", ["abab", "b"], [1, 4])
+@settings(max_examples=150)
 def test_the_window_finds_what_find_finds(text: str, stops: list[str], sizes: list[int]) -> None:
     """However the text is cut: everything before the stop text that is complete first, and never a letter more."""
     ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s and s in text]
