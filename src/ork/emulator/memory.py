@@ -12,12 +12,12 @@ import errno
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 
 from ork.emulator.iova import PAGE, IovaSpace
 from ork.emulator.pages import VIEWS, Bytes, CoherentPages, Pages
+from ork.emulator.report import Report
 from ork.npu import uabi
 from ork.npu.soc import Soc
 
@@ -28,14 +28,6 @@ class IommuFault(Exception):
     def __init__(self, iova: int, nbytes: int, domain: int) -> None:
         super().__init__(f"no buffer at {iova:#010x} (access of {nbytes} bytes, domain {domain})")
         self.iova, self.nbytes, self.domain = iova, nbytes, domain
-
-
-class Reporter(Protocol):
-    """What memory and jobs need of a `report.Report`."""
-
-    strict: bool
-
-    def add(self, rule: str, *, values: dict[str, int], text: str, severity: Any = "error") -> object: ...
 
 
 @dataclass(eq=False)
@@ -52,7 +44,9 @@ class Buffer:
     pages: Pages
     imported: bool = False
     sram_bytes: int = 0
-    refs: int = 0  # handles, mappings, exports, jobs
+    refs: int = 0  # handles, mappings, exports
+    map_offset: int = 0  # what mmap is given, once asked for
+    mapped: bool = True
     cpu: Bytes = field(init=False)
     dev: Bytes = field(init=False)
     dev_address: int = field(init=False)  # host address of `dev[0]`
@@ -152,8 +146,14 @@ class Domain:
                 self._memory.report_stale(buffer, offset, nbytes)
             view: Bytes = buffer.dev[offset : offset + nbytes]
             return view
-        head = buffer.size - offset
-        return np.concatenate([self.read(iova, head), self.read(iova + head, nbytes - head)])
+        joined: Bytes = np.empty(nbytes, np.uint8)
+        done = 0
+        while done < nbytes:
+            buffer, offset = self.locate(iova + done, 1)
+            part = min(nbytes - done, buffer.size - offset)
+            joined[done : done + part] = self.read(iova + done, part)
+            done += part
+        return joined
 
     def read_rows(self, iova: int, rows: int, row_bytes: int, pitch: int) -> Bytes:
         """uint8[rows, row_bytes]: row i starts at `iova + i * pitch`. A view where one buffer holds all."""
@@ -162,8 +162,9 @@ class Domain:
         if offset + span <= buffer.size:
             if buffer.pages.stale(offset, row_bytes, rows, pitch):
                 self._memory.report_stale(buffer, offset, span)
-            return np.ndarray((rows, row_bytes), np.uint8, buffer.dev, offset, (pitch, 1))
-        return np.stack([self.read(iova + row * pitch, row_bytes) for row in range(rows)])
+            view: Bytes = np.ndarray((rows, row_bytes), np.uint8, buffer.dev, offset, (pitch, 1))
+            return view
+        return np.array([self.read(iova + row * pitch, row_bytes) for row in range(rows)], np.uint8)
 
     def read_address(self, iova: int, row_bytes: int, rows: int = 1, pitch: int = 0) -> int:
         """Host address of the device's bytes at `iova`, for kernels that take pointers; 0 if they span buffers.
@@ -199,17 +200,19 @@ class Domain:
 
     def write(self, iova: int, data: Bytes) -> None:
         """Write uint8 data, over several buffers if they touch."""
-        buffer, offset = self.locate(iova, len(data))
-        head = min(len(data), buffer.size - offset)
-        if head < len(data):
-            self.write(iova + head, data[head:])
-        self.write_view(iova, head)[:] = data[:head]
+        self.locate(iova, len(data))  # all or nothing
+        done = 0
+        while done < len(data):
+            buffer, offset = self.locate(iova + done, 1)
+            part = min(len(data) - done, buffer.size - offset)
+            self.write_view(iova + done, part)[:] = data[done : done + part]
+            done += part
 
 
 class Memory:
     """Every domain and buffer of the device."""
 
-    def __init__(self, soc: Soc, report: Reporter, views: str = "full") -> None:
+    def __init__(self, soc: Soc, report: Report, views: str = "full") -> None:
         self.soc = soc
         self.report = report
         self.views = views
@@ -219,6 +222,9 @@ class Memory:
         self.by_cookie: dict[int, Buffer] = {}
         self._made = 0
         self._access: dict[int, Access] = {}
+        self._epoch = 0
+        self._running: list[int] = []  # epochs of jobs under way
+        self._limbo: list[tuple[int, Pages]] = []
 
     # --- making and freeing (under the kernel's lock) ---
 
@@ -258,11 +264,19 @@ class Memory:
         self._enter(buffer)
         return buffer
 
-    def remove(self, buffer: Buffer) -> None:
-        """Unmap from the recorded domain. If the pages are in another one, its address space leaks."""
-        self.domains[buffer.mapped_in].detach(buffer, release=buffer.domain == buffer.mapped_in)
+    def remove(self, buffer: Buffer, *, leak: bool = False) -> None:
+        """Forget a buffer; with `leak` its address space stays taken, as after an unmap from the wrong domain."""
+        self.unmap(buffer, leak=leak)
         del self.by_cookie[buffer.obj_addr]
         self.sram_free += buffer.sram_bytes
+        if self._running:
+            self._limbo.append((self._epoch, buffer.pages))
+
+    def unmap(self, buffer: Buffer, *, leak: bool = False) -> None:
+        """Take the buffer out of its domain, once."""
+        if buffer.mapped:
+            buffer.mapped = False
+            self.domains[buffer.mapped_in].detach(buffer, release=not leak)
 
     def _enter(self, buffer: Buffer) -> None:
         self.by_cookie[buffer.obj_addr] = buffer
@@ -272,6 +286,20 @@ class Memory:
         # Looks like the kernel pointer it is on a board, and means nothing.
         self._made += 1
         return 0xFFFF_FF80_0000_0000 + 0x400 * self._made
+
+    # --- freed pages outlive the jobs that were running: a core may hold their address (under the lock) ---
+
+    def start_epoch(self) -> int:
+        """A job begins; give the number to `end_epoch`."""
+        self._epoch += 1
+        self._running.append(self._epoch)
+        return self._epoch
+
+    def end_epoch(self, epoch: int) -> None:
+        self._running.remove(epoch)
+        if self._limbo:
+            oldest = min(self._running, default=self._epoch + 1)
+            self._limbo = [entry for entry in self._limbo if entry[0] >= oldest]
 
     # --- what a job touched ---
 
@@ -305,5 +333,4 @@ class Memory:
             values={"handle": buffer.handle, "offset": offset, "bytes": nbytes},
             text=f"the device writes bytes {offset}..{offset + nbytes} of {buffer} under dirty CPU lines, "
             "which may be evicted on top of the result; MEM_SYNC to the device first",
-            severity="unproven",
         )

@@ -175,4 +175,18 @@ class SampledView(Pages):
         self._known[first:last] = b"\1" * (last - first)
 
 
+class WrongPages(Pages):
+    """Pages that the IOMMU translates wrongly: the device sees the first half, then zeros, and its writes are lost."""
+
+    def __init__(self, inner: Pages) -> None:
+        super().__init__(inner.size, inner.size)
+        self.memory, self.cpu, self._inner = inner.memory, inner.cpu, inner
+
+    def stale(self, offset: int, row_bytes: int, rows: int = 1, pitch: int = 0) -> bool:
+        half = self.size // 2
+        self.dev[:half] = self._inner.dev[:half]
+        self.dev[half:] = 0
+        return self._inner.stale(offset, row_bytes, rows, pitch)
+
+
 VIEWS: dict[str, type[Pages]] = {"full": TwoViews, "sampled": SampledView}

@@ -1,0 +1,405 @@
+"""Jobs: what one SUBMIT asks of one core or several, and the queues of the cores.
+
+A job runs when it is first in the queue of each of its cores. A blocking job runs in the thread that submitted it, a
+NONBLOCK one in its core's worker thread. A job that never completes stays on its cores, as on the chip: a blocking one
+until its timeout (simulated) is over, a NONBLOCK one until a later NONBLOCK submit reaps it. Domain references are held
+from submit to completion.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+from ork.emulator.domains import Clock, Device, DomainSwitch
+from ork.emulator.memory import Buffer, Domain, Memory
+from ork.emulator.report import Report
+from ork.npu.soc import Soc
+
+RESET_SLEEP_NS = 100_000_000  # what the driver sleeps before it resets; jobs that take longer are cut off
+_WORD = struct.Struct("<I")
+REFUSED = -errno.EINVAL  # the submit fails at once, and nothing is stuck
+TASK_NS = 4_400  # floor of a chained task (measured), where the core gives no time
+
+QUEUED, RUNNING, STUCK, DONE, ABORTED = "queued", "running", "stuck", "done", "aborted"
+
+
+class Outcome(Protocol):
+    """What a core says of a run: tasks completed, interrupt bits, why it hangs (None: completed), simulated time.
+
+    `refused`: the emulator does not know what the chip would do.
+    """
+
+    @property
+    def tasks(self) -> int: ...
+    @property
+    def int_status(self) -> int: ...
+    @property
+    def hang(self) -> str | None: ...
+    @property
+    def hw_ns(self) -> int: ...
+    @property
+    def refused(self) -> bool: ...
+
+
+class RunsTasks(Protocol):
+    """One NPU core."""
+
+    def run(
+        self,
+        domain: Domain,
+        address: int,
+        amount: int,
+        task_number: int,
+        task_base: int = 0,
+        limit_ns: int | None = None,
+    ) -> Outcome: ...
+    def reset(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Part:
+    """One core's share: hardware submits of at most 4095 tasks, as (address, regcfg_amount, tasks)."""
+
+    core: int
+    pieces: list[tuple[int, int, int]]
+    int_mask: int  # of the last task: what the interrupt must raise
+    status_at: int  # offset of the last task's int_status in the task array
+    int_status: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    domain: int
+    parts: list[Part]
+    blocking: bool
+    timeout_ms: int
+    tasks_in: Buffer | None = None  # the task array, where int_status is written
+    task_base: int = 0
+    wedge: int = 0  # errno of a job that the chip accepts and never completes
+    state: str = QUEUED
+    tasks: int = 0  # completed
+    hw_ns: int = 0
+    started_ns: int = 0
+    epoch: int = 0
+    error: int = 0  # errno of a blocking submit
+    in_reset: bool = False  # a reset began while it ran
+    crash: BaseException | None = None  # a defect of the emulator, raised to the caller
+    slots: list[Slot] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A core, its queue, and the job on it."""
+
+    core: RunsTasks
+    queue: deque[Job] = field(default_factory=deque)
+    current: Job | None = None
+    work: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
+    worker: threading.Thread | None = None
+
+
+def widened(status: int) -> int:
+    """Interrupt bits come in pairs, one a register group; either stands for both."""
+    pairs = 0
+    for pair in (0x3, 0xC, 0x30, 0xC0, 0x300, 0xC00):
+        if status & pair:
+            pairs |= pair
+    return pairs
+
+
+class Jobs:
+    """The scheduler of one device's cores."""
+
+    def __init__(
+        self,
+        soc: Soc,
+        memory: Memory,
+        cores: Sequence[RunsTasks],
+        report: Report,
+        clock: Clock,
+        device: Device,
+        switch: DomainSwitch,
+    ) -> None:
+        self._soc, self._memory, self._report, self._clock = soc, memory, report, clock
+        self._device, self._switch = device, switch
+        self.slots = [Slot(core) for core in cores]
+        self.programs = 0
+        self.resets = 0
+        self.timeouts = 0
+        self._resetting = False
+        self._crash: BaseException | None = None
+        switch.stuck = self._stuck_references
+
+    # --- submit ---
+
+    def submit(self, job: Job) -> None:
+        """Queue the job; a blocking one is over on return, with `tasks` and `hw_ns` set.
+
+        OSError ETIMEDOUT when it did not complete; EINVAL when it never started, was cut off by a reset, or its domain
+        could not be attached.
+        """
+        job.slots = [self.slots[part.core] for part in job.parts]
+        with self._device.lock:
+            self._raise_crash()
+            if not self._switch.get(job.domain):
+                self._clock.advance_ms(job.timeout_ms if job.blocking else 0)
+                raise OSError(errno.EINVAL, "the domain is busy")
+            if not job.blocking:
+                self._reap(job)
+            for slot in job.slots:
+                slot.queue.append(job)
+            self._start(job.slots[0])
+            while job.blocking and job.state == QUEUED:
+                if job in self._dead():
+                    self._clock.advance_ms(3 * job.timeout_ms)  # three rounds, never committed
+                    self._withdraw(job)
+                else:
+                    self._device.wait()
+        if job.blocking:
+            if job.state == RUNNING:
+                self._execute(job)
+            if job.crash is not None:
+                raise job.crash
+            if job.error:
+                raise OSError(job.error, "the job did not complete")
+
+    def _start(self, slot: Slot) -> None:
+        """Put the first job of the queue on its cores, if all are free. Lock held."""
+        if slot.current is not None or not slot.queue or self._resetting:
+            return
+        job = slot.queue[0]
+        for other in job.slots:
+            if other.current is not None or other.queue[0] is not job:
+                return
+        for other in job.slots:
+            other.queue.popleft()
+            other.current = job
+        job.state = RUNNING
+        job.started_ns = self._clock.ns
+        job.epoch = self._memory.start_epoch()
+        if job.blocking:
+            self._device.ring()
+        else:
+            self._hand_over(slot, job)
+
+    def _hand_over(self, slot: Slot, job: Job) -> None:
+        if slot.worker is None:
+            name = f"npu-core-{self.slots.index(slot)}"
+            slot.worker = threading.Thread(target=self._work, args=(slot,), name=name, daemon=True)
+            slot.worker.start()
+        slot.work.put(job)
+
+    def _work(self, slot: Slot) -> None:
+        while (job := slot.work.get()) is not None:
+            self._execute(job)
+
+    def stop(self) -> None:
+        """End the worker threads after what they have in hand."""
+        for slot in self.slots:
+            worker, slot.worker = slot.worker, None
+            if worker is not None:
+                slot.work.put(None)
+                worker.join()
+
+    # --- running ---
+
+    def _execute(self, job: Job) -> None:
+        """Run a job that is on its cores, then retire it. The lock is not held while the cores compute."""
+        hang = job.wedge
+        if not hang:
+            access = self._memory.begin_access()
+            try:
+                hang = self._run_parts(job) or self._check_access(len(access.imports), access.stale)
+            except BaseException as error:
+                job.crash, hang = error, errno.EIO
+            finally:
+                self._memory.end_access()
+        with self._device.lock:
+            self._retire(job, hang)
+
+    def _run_parts(self, job: Job) -> int:
+        """0, or the errno of a job that hangs."""
+        domain = self._memory.domains[job.domain]
+        limit = job.timeout_ms * 1_000_000 if job.blocking else None
+        for part in job.parts:
+            core = self.slots[part.core].core
+            status = 0
+            for address, amount, count in part.pieces:
+                outcome = core.run(domain, address, amount, count, job.task_base, limit)
+                job.tasks += outcome.tasks
+                job.hw_ns += outcome.hw_ns or outcome.tasks * TASK_NS
+                if outcome.hang is not None:
+                    return REFUSED if outcome.refused else errno.ETIMEDOUT
+                status = outcome.int_status
+            part.int_status = status
+            if widened(status) != part.int_mask:
+                self._report.add("int-mask", values={"int_mask": part.int_mask, "int_status": status})
+                return errno.ETIMEDOUT
+        return 0
+
+    def _check_access(self, imports: int, stale: int) -> int:
+        """What a job touched decides over it afterwards: too many imports, or bytes the chip would not have seen."""
+        if imports > self._soc.chain_imports_ok:
+            if imports >= self._soc.chain_imports_fail:
+                self._report.add("import-chain", values={"imports": imports})
+                return errno.ETIMEDOUT
+            self._report.add("import-chain-unproven", values={"imports": imports})
+        # With two views the job computed on the stale bytes, as the chip does. With one its result is better than the
+        # chip's, so it is withheld.
+        if stale and self._report.strict and self._memory.views != "full":
+            return errno.ETIMEDOUT
+        return 0
+
+    def _retire(self, job: Job, hang: int) -> None:
+        """The end of a run. Lock held."""
+        self._memory.end_epoch(job.epoch)
+        self.programs += job.tasks
+        if job.in_reset and job.hw_ns > RESET_SLEEP_NS:
+            hang = hang or errno.EINVAL  # the interrupt that would have ended it never came
+        if job.blocking and job.hw_ns > job.timeout_ms * 1_000_000:
+            hang = hang or errno.ETIMEDOUT
+        if job.crash is not None:
+            if not job.blocking:
+                self._crash = job.crash
+            self._leave(job, ABORTED)
+        elif not hang:
+            self._clock.advance(job.hw_ns)
+            if job.tasks_in is not None:
+                for part in job.parts:
+                    _WORD.pack_into(job.tasks_in.dev.data, part.status_at, part.int_status)
+            self._leave(job, DONE)
+        elif hang == REFUSED:
+            job.error = errno.EINVAL
+            self._leave(job, ABORTED)
+        else:
+            job.state = STUCK
+            self._device.ring()
+            if job.blocking:
+                job.error = hang
+                self.timeouts += hang == errno.ETIMEDOUT
+                self._clock.advance_ms(job.timeout_ms * (1 if hang == errno.ETIMEDOUT else 3))
+                self._reset()
+                self._leave(job, ABORTED)
+
+    def _leave(self, job: Job, state: str) -> None:
+        """Free the job's cores and its domain, start what waits for them. Lock held."""
+        job.state = state
+        self._switch.put()
+        for slot in job.slots:
+            if slot.current is job:
+                slot.current = None
+        for slot in job.slots:
+            self._start(slot)
+        self._device.ring()
+
+    def least_loaded(self) -> int:
+        """The core with the fewest jobs, for a submit that names none. Lock held."""
+        loads = [len(slot.queue) + (slot.current is not None) for slot in self.slots]
+        return loads.index(min(loads))
+
+    def _withdraw(self, job: Job) -> None:
+        """Take a queued job out; a blocking one fails. Lock held."""
+        for slot in job.slots:
+            slot.queue.remove(job)
+        job.error = errno.EINVAL
+        self._leave(job, ABORTED)
+
+    # --- jobs that hang, resets ---
+
+    def reset(self) -> None:
+        """Soft reset of the device; returns at once when one is under way. Takes the lock.
+
+        Jobs that run get the 100 ms which the driver sleeps first, blocking jobs that wait in a queue fail; stuck and
+        queued NONBLOCK jobs stay.
+        """
+        with self._device.lock:
+            self._reset()
+
+    def reset_core(self, number: int) -> None:
+        """Reset one core, once its job is over or stuck (patched kernels)."""
+        with self._device.lock:
+            slot = self.slots[number]
+            while (job := slot.current) is not None and job.state == RUNNING:
+                self._device.wait()
+            slot.core.reset()
+
+    def drop_all(self) -> bool:
+        """Abort every stuck and queued job (patched kernels); False if one is still running. Takes the lock."""
+        with self._device.lock:
+            for slot in self.slots:
+                for job in list(slot.queue):
+                    self._withdraw(job)
+                if slot.current is not None and slot.current.state == STUCK:
+                    self._leave(slot.current, ABORTED)
+            return all(slot.current is None for slot in self.slots)
+
+    def _reset(self) -> None:
+        if self._resetting:
+            return
+        self._resetting = True
+        running = [job for slot in self.slots if (job := slot.current) is not None and job.state == RUNNING]
+        woken = {job for slot in self.slots for job in slot.queue if job.blocking}
+        for job in running:
+            job.in_reset = True
+        while any(job.state == RUNNING for job in running):
+            self._device.wait()
+        self._clock.advance_ms(self._soc.reset_ms)
+        for slot in self.slots:
+            slot.core.reset()
+        self.resets += 1
+        self._resetting = False
+        for job in woken:
+            if job.state == QUEUED:
+                self._withdraw(job)
+        for slot in self.slots:
+            self._start(slot)
+
+    def _reap(self, new: Job) -> None:
+        """Before a NONBLOCK job is queued: drop jobs on its cores that are older than their timeout. Lock held."""
+        for slot in new.slots:
+            old = slot.current
+            if old is None or old.state != STUCK or old.blocking:
+                continue
+            age_us = (self._clock.ns - old.started_ns) // 1000
+            if age_us < old.timeout_ms:
+                continue
+            if age_us < old.timeout_ms * 1000:
+                # The driver compares microseconds with the milliseconds of the submit; not all accounts agree.
+                self._report.add("reap-unit", values={"age_us": age_us, "timeout_ms": old.timeout_ms})
+            for queued in list(slot.queue):
+                self._withdraw(queued)
+            self._reset()
+            self._leave(old, ABORTED)
+
+    def _dead(self) -> set[Job]:
+        """Jobs that can't end: stuck NONBLOCK ones, and what waits behind them. Lock held."""
+        dead = {
+            job for slot in self.slots if (job := slot.current) is not None and job.state == STUCK and not job.blocking
+        }
+        grown = bool(dead)
+        while grown:
+            grown = False
+            for slot in self.slots:
+                blocked = slot.current in dead
+                for job in slot.queue:
+                    if blocked and job not in dead:
+                        dead.add(job)
+                        grown = True
+                    blocked = blocked or job in dead
+        return dead
+
+    def _stuck_references(self) -> int:
+        return sum(not job.blocking for job in self._dead())
+
+    def _raise_crash(self) -> None:
+        """A defect in a NONBLOCK run is not lost: the next submit raises it."""
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise crash
