@@ -1,0 +1,109 @@
+"""One convolution task, run by the book: fetch, sum tap by tap, convert, write. This is the definition.
+
+out(n, y, x) = sum over c, ky, kx of in(c, y * sy + ky * dy - pad_top, x * sx + kx * dx - pad_left) * w(n, c, ky, kx)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ork.emulator import dpu, fetch
+from ork.emulator.mac import Sums
+from ork.emulator.memory import Domain
+from ork.emulator.task import Task
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+_CHUNK: Final = 1 << 21  # results, or kernel elements, handled at once
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Device addresses of a task, task base included, low four bits dropped."""
+
+    features: int
+    weights: int
+    output: int
+
+    @classmethod
+    def at(cls, features: int, weights: int, output: int, base: int) -> Places:
+        """From register values: multiples of 16, moved by the task base, 32 bits."""
+        mask = fetch.WINDOW & ~15
+        return cls(base + features & mask, base + weights & mask, base + output & mask)
+
+
+def output(task: Task, features: Array, weights: Bytes, groups: tuple[int, int], height: int) -> tuple[Array, str]:
+    """Results [height * width, kernels] of the first `height` lines and kernel groups [first, last), and the rule
+    that a value broke, or ""."""
+    first, last = (min(g * task.kind.group, task.kernels) for g in groups)
+    sums = Sums(task.precision, task.core_out[0] * height, last - first)
+    if last > first:
+        taps = fetch.kernels(weights, task, first, last)
+        for ky, kx, pixels in _taps(task, features, height):
+            sums.add(pixels, np.ascontiguousarray(taps[:, ky, kx]))
+    return dpu.convert(sums, task)
+
+
+def _taps(task: Task, features: Array, height: int) -> Iterator[tuple[int, int, Array]]:
+    """(ky, kx, [pixels, channels] under that kernel tap), the padding around the image included."""
+    width = task.core_out[0]
+    reach_x = (width - 1) * task.stride_x + (task.kernel_width - 1) * task.dilation_x + 1
+    reach_y = (height - 1) * task.stride_y + (task.kernel_height - 1) * task.dilation_y + 1
+    lines, columns, channels = features.shape
+    padded = np.full((max(reach_y, 1), max(reach_x, 1), channels), _pad_value(task, features.dtype))
+    # the part of the image that lies inside of the padded window
+    rows, cols = min(lines, reach_y - task.pad_top), min(columns, reach_x - task.pad_left)
+    if rows > 0 and cols > 0:
+        padded[task.pad_top : task.pad_top + rows, task.pad_left : task.pad_left + cols] = features[:rows, :cols]
+    for ky in range(task.kernel_height):
+        for kx in range(task.kernel_width):
+            y, x = ky * task.dilation_y, kx * task.dilation_x
+            window = padded[y : y + reach_y : task.stride_y, x : x + reach_x : task.stride_x][:height, :width]
+            yield ky, kx, window.reshape(-1, channels)
+
+
+def _pad_value(task: Task, dtype: np.dtype[Any]) -> Any:
+    """PAD_CON1 in the precision of the data: its low bits."""
+    return np.array([task.pad_value], "<u4").view(np.uint8)[: dtype.itemsize].view(dtype)[0]
+
+
+def good_lines(task: Task, lines: int) -> int:
+    """Output lines whose windows lie in the first `lines` feature lines; the others need features that did not fit."""
+    if lines >= task.height:
+        return task.core_out[1]
+    below = lines + task.pad_top - (task.kernel_height - 1) * task.dilation_y  # the next window row that does not fit
+    return min(max(-(-below // task.stride_y), 0), task.core_out[1])
+
+
+def chunks(task: Task) -> Iterator[tuple[int, int]]:
+    """Runs of kernel groups that are handled at once."""
+    group = task.kind.group
+    step = max(_CHUNK // (group * max(task.pixels, task.kernel_elements)), 1)
+    return ((g, min(g + step, task.groups)) for g in range(0, task.groups, step))
+
+
+def run(domain: Domain, task: Task, base: int, operands: tuple[Array, Bytes] | None) -> str:
+    """Compute and write a task's output; the rule a value broke, or "".
+
+    `operands` are the features [lines, width, channels] of the lines that fit and all kernels as stored; without them
+    everything is poisoned. Raises IommuFault before anything is written.
+    """
+    for first, last in chunks(task):
+        fetch.mapped(domain, dpu.output_addresses(task, base, first, last))
+    height = good_lines(task, len(operands[0])) if operands else 0
+    good = height * task.core_out[0]
+    broken = ""
+    for first, last in chunks(task):
+        atoms = np.full((last - first, task.pixels, task.atoms, fetch.ATOM), dpu.POISON, np.uint8)
+        if operands and good:
+            results, rule = output(task, *operands, (first, last), height)
+            atoms[:, :good] = dpu.atoms_of(results, task, last - first)
+            broken = broken or rule
+        fetch.scatter(domain, dpu.output_addresses(task, base, first, last), atoms)
+    return broken

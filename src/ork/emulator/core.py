@@ -1,0 +1,276 @@
+"""One NPU core: fetches programs, keeps the register groups, runs what they enable, follows the chain.
+
+The literal engine parses and runs every program by the book. The fast engine keeps what it learnt about a program's
+text (addresses apart) and hands matmuls of known geometry to native kernels; whatever is not such a matmul goes the
+literal way. Both leave the same bytes, register groups and reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ork.emulator import convolve, fetch
+from ork.emulator.checks import Finding, Verdict, judge
+from ork.emulator.convolve import Places
+from ork.emulator.fast import Plan
+from ork.emulator.groups import Groups
+from ork.emulator.images import Images
+from ork.emulator.memory import Domain, IommuFault
+from ork.emulator.report import Report
+from ork.emulator.rules import RULES
+from ork.emulator.stream import Stream, parse
+from ork.emulator.task import FEATURES, OUTPUT, WEIGHTS, Task, read
+from ork.npu.isa import MATMUL, Enable, Interrupt, Words, fetch_amount, fetched_words
+from ork.npu.soc import Soc
+
+ENGINES: Final = ("fast", "literal")
+_TASK_NS: Final = 4400  # a chained program costs so much (measured) ...
+_WEIGHTS_PER_NS: Final = 10.8  # ... and its weights so many bytes a nanosecond (measured)
+_NOT_YET: Final = (0x18, 0x1D, 0x60, 0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
+_BASE_ADDRESS = 0x0010
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a submit ended: programs done, INTERRUPT_STATUS, simulated time. `hang` says why it never ended, or None.
+
+    With `refused` the hang is one of the emulator, which does not know what the chip would do: the submit should fail
+    at once.
+    """
+
+    tasks: int = 0
+    int_status: int = 0
+    hang: str | None = None
+    hw_ns: int = 0
+    refused: bool = False
+
+
+class _Stop(Exception):
+    """The program does not complete."""
+
+    def __init__(self, finding: Finding, *, refused: bool = False, text: str | None = None) -> None:
+        super().__init__(finding.rule)
+        self.finding, self.refused, self.text = finding, refused, text
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """One operand in the convolution buffer. `data` None: it is still in memory as it was when it was fetched."""
+
+    key: tuple[object, ...]
+    data: npt.NDArray[Any] | None
+
+
+class Core:
+    """A core with the state that outlives programs and submits: register groups. `engine`: "fast" or "literal"."""
+
+    def __init__(self, index: int, soc: Soc, report: Report, engine: str = "fast") -> None:
+        if engine not in ENGINES:
+            raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+        self.index, self.soc, self.report = index, soc, report
+        self._images = Images(soc, report.strict) if engine == "fast" else None
+        self.reset()
+
+    def reset(self) -> None:
+        """A soft reset: nothing was ever written."""
+        self.groups = Groups()
+        self._features: _Loaded | None = None
+        self._weights: _Loaded | None = None
+
+    def run(
+        self,
+        domain: Domain,
+        address: int,
+        amount: int,
+        task_number: int,
+        task_base: int = 0,
+        limit_ns: int | None = None,
+    ) -> Outcome:
+        """Run a chain of `task_number` programs, the first at `address` with a body of `amount` words.
+
+        `task_base` is added to every operand's address. Never raises: a bad program ends in `hang` and in the report.
+        A chain that takes more than `limit_ns` of simulated time is stopped.
+        """
+        outcome = Outcome()
+        self.groups.commit(self.index)
+        # Whether the buffer's contents outlive a submit is unproven: here they don't.
+        self._features = self._weights = None
+        at, fetched = address, fetch_amount(amount) & 0xFFFF
+        try:
+            for number in range(task_number):
+                self.report.at_program(number)
+                try:
+                    at, fetched = self._program(domain, at, fetched, task_base, outcome)
+                except _Stop as stop:
+                    self._add(stop.finding, stop.text)
+                    outcome.hang = stop.text or RULES[stop.finding.rule].text
+                    outcome.refused = stop.refused
+                    return outcome
+                outcome.tasks = number + 1
+                if outcome.tasks == task_number:
+                    return outcome
+                if not at or not fetched:
+                    values = {"programs": outcome.tasks, "task_number": task_number}
+                    self._add(Finding("task-count", _BASE_ADDRESS, values))
+                    outcome.hang = RULES["task-count"].text
+                    return outcome
+                if limit_ns is not None and outcome.hw_ns > limit_ns:
+                    outcome.hang = f"the chain is not done after {limit_ns} ns"
+                    return outcome
+        finally:
+            self.report.at_program(None)
+        return outcome
+
+    def _add(self, finding: Finding, text: str | None = None) -> None:
+        self.report.add(finding.rule, register=finding.register_name, values=finding.values, text=text)
+
+    # --- one program ---
+
+    def _program(self, domain: Domain, at: int, amount: int, base: int, outcome: Outcome) -> tuple[int, int]:
+        """Run the program at `at`; (address, amount) of the next one, address 0 if there is none."""
+        try:
+            words = domain.read(at, 8 * fetched_words(amount)).view(np.uint64)
+        except IommuFault as fault:
+            rule = "next-address" if outcome.tasks else "unmapped-address"
+            raise _Stop(Finding(rule, _BASE_ADDRESS, {"address": at}), text=f"a program is fetched: {fault}") from None
+        if self._images is not None:
+            image = self._images.of(words)
+            places = image.apply(self.groups, words, base) if image is not None else None
+            if image is not None and places is not None:
+                self._judged(domain, image.task, image.verdict, image.plan, places, outcome)
+                return image.following(words)
+        stream = parse(words)
+        if stream.enable is None:
+            rule = "missing-op-enable" if stream.writes or not outcome.tasks else "next-address"
+            raise _Stop(Finding(rule, _BASE_ADDRESS, {"address": at, "words": len(words)}))
+        if stream.strays:
+            self._add(Finding("word-target", None, {"words": " ".join(f"{words[i]:#018x}" for i in stream.strays)}))
+        for write in stream.writes:
+            self.groups.blocks[write.block].write(write.offset, write.value)
+        self._enabled(domain, stream.enable, base, outcome)
+        return _next(stream, words)
+
+    def _enabled(self, domain: Domain, enable: int, base: int, outcome: Outcome) -> None:
+        """Run what the op-enable word starts."""
+        running = {name: self.groups.running(name) for name in self.groups.blocks}
+        if enable & ~MATMUL == Enable.DPU_RDMA and not running["DPU_RDMA"]:
+            raise _Stop(Finding("rdma-unconfigured", 0x5034, {"enable": enable}))
+        if enable in _NOT_YET:
+            text = f"{RULES['not-modelled'].text}: op-enable mask {enable:#x}"
+            raise _Stop(Finding("not-modelled", None, {"enable": enable}), refused=True, text=text)
+        if enable != MATMUL:
+            raise _Stop(Finding("op-enable-mask", None, {"enable": enable}))
+        task = read(running["CNA"], running["CORE"], running["DPU"])
+        places = Places.at(
+            running["CNA"].get(FEATURES, 0), running["CNA"].get(WEIGHTS, 0), running["DPU"].get(OUTPUT, 0), base
+        )
+        if self._images is not None:
+            verdict, plan = self._images.judged(task)
+        else:
+            verdict, plan = judge(task, self.soc, self.report.strict), None
+        for block, offset in (("CNA", FEATURES), ("CNA", WEIGHTS), ("DPU", OUTPUT)):
+            value = running[block].get(offset, 0)
+            if value & 15:
+                self._add(Finding("address-alignment", offset, {"address": value}))
+        self._judged(domain, task, verdict, plan, places, outcome)
+
+    def _judged(
+        self, domain: Domain, task: Task, verdict: Verdict, plan: Plan | None, places: Places, outcome: Outcome
+    ) -> None:
+        """Report what was found, then run the task as far as it runs."""
+        for finding in verdict.findings:
+            if finding.rule in (verdict.hang, verdict.refuse):
+                continue  # the stop below reports it
+            self._add(finding)
+        if verdict.hang or verdict.refuse:
+            stopper = verdict.hang or verdict.refuse
+            finding = next(f for f in verdict.findings if f.rule == stopper)
+            text = f"{RULES[stopper].text}: {task.not_modelled}" if stopper == "not-modelled" else None
+            raise _Stop(finding, refused=not verdict.hang, text=text)
+        rule: str | None = None
+        if plan is not None and not (task.weight_reuse and not self._in_memory(task, places)):
+            rule = plan.run(domain, places)
+        if rule is None:
+            rule = self._literally(domain, task, verdict, places)
+        else:
+            self._features = _Loaded(_feature_key(task, places), None)
+            self._weights = self._kept(task, places, None)
+        if rule:
+            self._add(Finding(rule, 0x4010))
+        outcome.hw_ns += _TASK_NS + int(task.weights_size / _WEIGHTS_PER_NS)
+        executer = self.groups.blocks["DPU"].executer
+        outcome.int_status = Interrupt.DPU_1 if executer else Interrupt.DPU_0
+        self.groups.ran(MATMUL)
+
+    # --- the literal way ---
+
+    def _literally(self, domain: Domain, task: Task, verdict: Verdict, places: Places) -> str:
+        operands = None if verdict.poison else self._load(domain, task, verdict.lines, places)
+        if operands is None:
+            self._features = self._weights = None
+        else:
+            self._features = _Loaded(_feature_key(task, places), operands[0])
+            self._weights = self._kept(task, places, operands[1])
+        broken: str = _mapped(OUTPUT, lambda: convolve.run(domain, task, places.output, operands))
+        return broken
+
+    def _load(
+        self, domain: Domain, task: Task, lines: int, places: Places
+    ) -> tuple[npt.NDArray[Any], fetch.Bytes] | None:
+        """Features and kernels, out of memory or, if they are reused, out of the buffer; None if they are not there."""
+        data_key, weight_key = _feature_key(task, places), _weight_key(task, places)
+        if task.data_reuse and (self._features is None or self._features.key != data_key):
+            self._add(Finding("data-reuse", 0x1040, {"features": places.features}))
+            return None
+        if task.weight_reuse and (self._weights is None or self._weights.key != weight_key):
+            self._add(Finding("weight-reuse", 0x1040, {"weights": places.weights, "bytes": task.weights_size}))
+            return None
+        features = self._features.data if task.data_reuse and self._features else None
+        if features is None:
+            features = _mapped(FEATURES, lambda: fetch.features(domain, task, places.features, lines))
+        weights = self._weights.data if task.weight_reuse and self._weights else None
+        if weights is None:
+            weights = _mapped(WEIGHTS, lambda: domain.read(places.weights, task.weights_size).copy())
+        return features, weights
+
+    def _kept(self, task: Task, places: Places, data: fetch.Bytes | None) -> _Loaded | None:
+        """Kernels stay resident if all of them fit the weight banks at once."""
+        if task.weights_size > task.weight_bank * self.soc.bank_bytes:
+            return None
+        if data is None and self._weights is not None and self._weights.key == _weight_key(task, places):
+            return self._weights
+        return _Loaded(_weight_key(task, places), data)
+
+    def _in_memory(self, task: Task, places: Places) -> bool:
+        """Whether reused weights are resident and still lie in memory as they were loaded."""
+        kept = self._weights
+        return kept is not None and kept.data is None and kept.key == _weight_key(task, places)
+
+
+def _feature_key(task: Task, places: Places) -> tuple[object, ...]:
+    geometry = (task.width, task.height, task.channels, task.group_mode, task.line_stride, task.surf_stride)
+    return (places.features, task.precision, task.data_bank, *geometry)
+
+
+def _weight_key(task: Task, places: Places) -> tuple[object, ...]:
+    shape = (task.kernels, task.kernel_width, task.kernel_height, task.channels)
+    return (places.weights, task.precision, task.data_bank, task.weight_bank, *shape)
+
+
+def _next(stream: Stream, words: Words) -> tuple[int, int]:
+    if stream.next_index < 0:
+        return 0, 0
+    return int(words[stream.next_index]) >> 16 & 0xFFFFFFF0, stream.next_amount
+
+
+def _mapped(register: int, access: Callable[[], Any]) -> Any:
+    """An access whose fault stops the program, in the name of the register that held the address."""
+    try:
+        return access()
+    except IommuFault as fault:
+        raise _Stop(Finding("unmapped-address", register, {"address": fault.iova}), text=str(fault)) from None

@@ -1,0 +1,104 @@
+"""The sums of the MAC array: features x kernels, per precision, over as many kernel taps as are added.
+
+Integers: exact sums, int64 here; the caller narrows. fp16: **the exact sum of the exact products, rounded once to fp32,
+half to even**. How the chip orders and rounds its partial sums is not known; this definition depends on no order, and
+agrees with every order wherever all partial sums are exact, such as small integers. Zero sums are +0. Infinities and
+NaN follow IEEE; NaN is always 0x7fc00000.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ork.npu.isa import Precision
+
+Array = npt.NDArray[Any]
+
+_SCALE: Final = 24  # the smallest fp16 step is 2**-24: every finite fp16 number times 2**24 is an integer below 2**40
+_LIMB: Final = 20  # bits: products of two limbs stay below 2**40
+_K_STEP: Final = 1 << 13  # so many products of limbs sum up exactly in a double
+
+
+class Sums:
+    """Sums of `pixels` x `kernels`. `add` once per kernel tap (or part of the channels), then read one result."""
+
+    def __init__(self, precision: int, pixels: int, kernels: int) -> None:
+        self._float = precision == Precision.FP16
+        limbs = 3 if self._float else 1
+        self._limbs = [np.zeros((pixels, kernels), np.int64) for _ in range(limbs)]
+        self._special: Array | None = None  # what infinities and NaN make of the sums, where there are any
+        self._is_special = np.zeros((pixels, kernels), bool)
+
+    def add(self, features: Array, kernels: Array) -> None:
+        """Adds features [pixels, C] x kernels [kernels, C], both int8, int16 or float16."""
+        for k in range(0, features.shape[1], _K_STEP):
+            part = slice(k, k + _K_STEP)
+            if self._float:
+                self._add_float(features[:, part], kernels[:, part])
+            else:
+                self._limbs[0] += _product(features[:, part], kernels[:, part])
+
+    def _add_float(self, features: Array, kernels: Array) -> None:
+        rows = ~np.all(np.isfinite(features), axis=1, keepdims=True)
+        columns = ~np.all(np.isfinite(kernels), axis=1, keepdims=True).T
+        if np.any(rows) or np.any(columns):
+            if self._special is None:
+                self._special = np.zeros(self._is_special.shape)
+            with np.errstate(invalid="ignore"):
+                self._special += features.astype(np.float64) @ kernels.astype(np.float64).T
+            self._is_special |= rows | columns
+            features = np.where(np.isfinite(features), features, np.float16(0))
+            kernels = np.where(np.isfinite(kernels), kernels, np.float16(0))
+        (a1, a0), (b1, b0) = _split(features), _split(kernels)
+        self._limbs[2] += _product(a1, b1)
+        self._limbs[1] += _product(a1, b0) + _product(a0, b1)
+        self._limbs[0] += _product(a0, b0)
+
+    def integers(self) -> npt.NDArray[np.int64]:
+        """Exact integer sums [pixels, kernels]."""
+        return self._limbs[0]
+
+    def floats(self) -> npt.NDArray[np.float32]:
+        """The sums of fp16 [pixels, kernels], rounded once."""
+        result = _round(*self._limbs)
+        if self._special is not None:
+            # A double cannot overflow here, so what is not finite was made by operands that are not.
+            special = np.where(np.isnan(self._special), np.float32(np.nan), self._special.astype(np.float32))
+            result = np.where(self._is_special, special, result).astype(np.float32)
+        return result
+
+
+def _product(features: Array, kernels: Array) -> npt.NDArray[np.int64]:
+    """Integers below 2**20 in double precision, at most 2**13 of them a sum: exact in any order."""
+    product: npt.NDArray[np.float64] = features.astype(np.float64) @ kernels.astype(np.float64).T
+    return product.astype(np.int64)
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    """float16 as (high, low) of x * 2**24 = high * 2**20 + low, 0 <= low < 2**20, in doubles."""
+    whole = np.ldexp(x.astype(np.float64), _SCALE)
+    high = np.floor(np.ldexp(whole, -_LIMB))
+    return high, whole - np.ldexp(high, _LIMB)
+
+
+def _round(low: Array, middle: Array, high: Array) -> npt.NDArray[np.float32]:
+    """fp32 of (high * 2**40 + middle * 2**20 + low) * 2**-48, rounded once to even."""
+    one = np.int64(1)
+    middle = middle + (low >> _LIMB)
+    high = high + (middle >> _LIMB)
+    rest = (middle & ((one << _LIMB) - 1)) << _LIMB | (low & ((one << _LIMB) - 1))  # 0 <= rest < 2**40
+    # Small sums fit int64. Large ones have 22 bits and more above `rest`: of that 6 bits are kept, and one bit that
+    # says whether anything is left. Either way one conversion from int64 rounds.
+    small = np.abs(high) < one << 22
+    fits = np.where(small, high, 0) << 40 | rest
+    sticky = (rest & ((one << 34) - 1) != 0).astype(np.int64)
+    large = ((high << 6 | rest >> 34) << 1) | sticky
+    result: npt.NDArray[np.float32] = np.where(
+        small,
+        np.ldexp(fits.astype(np.float32), -2 * _SCALE),
+        np.ldexp(large.astype(np.float32), 33 - 2 * _SCALE),
+    )
+    return result

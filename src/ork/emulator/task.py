@@ -1,0 +1,265 @@
+"""A convolution task as plain numbers: what the registers of CNA, CORE and DPU say, without the addresses.
+
+`read` turns register groups into a `Task`; a matmul is the 1x1 case. Registers that were never written since reset get
+the permissive values under which validated programs run (executed) and are named in `Task.missing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ork.npu.isa import REGISTERS, ConvMode, Precision, decode
+from ork.npu.soc import Soc
+
+FEATURES, WEIGHTS, OUTPUT = 0x1070, 0x1110, 0x4020  # registers of the addresses
+_BYPASSED = 0x53  # BS_CFG, BN_CFG: the stage and each of its units bypassed
+_EW_BYPASSED = 0x383
+_TO_MEMORY = 2  # output_mode
+
+# Registers without which a program means nothing sure; the others rest at 0 in programs that work.
+_WANTED: Final = (
+    *(0x100C, 0x1014, 0x1020, 0x1024, 0x1028, 0x102C, 0x1030, 0x1034, 0x1038, 0x1040, 0x1044),
+    *(0x1070, 0x107C, 0x1080, 0x1110),
+    *(0x3010, 0x3014, 0x3018),
+    *(0x400C, 0x4010, 0x4020, 0x4024, 0x4030, 0x4034, 0x403C, 0x4040, 0x4050, 0x4058, 0x405C, 0x4060, 0x4070, 0x40C0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an input precision fixes: bits of an element, kernels in a group, and output precision -> bytes."""
+
+    name: str
+    bits: int
+    group: int
+    outputs: Mapping[int, int]
+
+
+KINDS: Final[Mapping[int, Kind]] = {
+    Precision.INT8: Kind("int8", 8, 32, {Precision.INT8: 1, Precision.INT16: 2, Precision.INT32: 4}),
+    Precision.INT16: Kind("int16", 16, 16, {Precision.INT32: 4}),
+    Precision.FP16: Kind("fp16", 16, 16, {Precision.FP16: 2, Precision.FP32: 4}),
+    Precision.INT4: Kind("int4", 4, 64, {Precision.INT16: 2}),
+}
+BLOCK: Final = 32  # channels of a weight block
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One convolution. Strides of features and outputs in bytes, sizes in elements unless a name says bytes."""
+
+    precision: int
+    precisions: tuple[int, int, int, int]  # CNA processing, CORE processing, DPU input, DPU processing
+    out_precision: int
+    # features
+    width: int
+    height: int
+    channels: int
+    group_mode: bool  # four lines of one surface are fetched together
+    line_stride: int
+    surf_stride: int
+    pad_left: int
+    pad_top: int
+    pad_value: int
+    # kernels
+    kernels: int
+    kernel_width: int
+    kernel_height: int
+    stride_x: int
+    stride_y: int
+    dilation_x: int
+    dilation_y: int
+    weight_bytes: int
+    kernel_bytes: int
+    # convolution buffer
+    data_bank: int
+    weight_bank: int
+    entries: int
+    weight_reuse: bool
+    data_reuse: bool
+    # output as each block counts it: (width, height), and channels
+    cna_out: tuple[int, int]  # (width, pixels): CNA holds no height
+    core_out: tuple[int, int]
+    dpu_out: tuple[int, int]
+    core_channels: int
+    dpu_channels: int
+    wdma_channels: int
+    wdma: tuple[int, int]  # the writer's counters, which may wrap at other places than the lines of the output
+    atoms: int  # of one pixel of one kernel group: SIZE_E + 1
+    atom_stride: int
+    group_stride: int
+    notch: int
+    notches_equal: bool
+    scale: int
+    shift: int
+    offset: int
+    half_up: bool
+    # what is asked for and not modelled, "" if nothing; registers in use that were never written
+    not_modelled: str
+    missing: tuple[int, ...]
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.precision]
+
+    @property
+    def pixels(self) -> int:
+        return self.core_out[0] * self.core_out[1]
+
+    @property
+    def surfaces(self) -> int:
+        """16-byte atoms of one pixel's channels."""
+        return -(-self.channels * self.kind.bits // 128)
+
+    @property
+    def out_bytes(self) -> int:
+        return self.kind.outputs[self.out_precision]
+
+    @property
+    def kernel_elements(self) -> int:
+        return self.kernel_width * self.kernel_height * self.channels
+
+    @property
+    def groups(self) -> int:
+        """Kernel groups that are written: whole ones, whatever the number of kernels."""
+        return -(-self.dpu_channels // self.kind.group)
+
+    @property
+    def weights_size(self) -> int:
+        """Bytes of all kernels by their shape; `weight_bytes` is what the register says."""
+        return -(-self.kernels * self.kernel_elements * self.kind.bits // 8)
+
+    def need(self, soc: Soc) -> int:
+        """Entries of the convolution buffer that one feature line takes."""
+        return -(-self.width * self.channels * self.kind.bits // (8 * soc.entry_bytes))
+
+    def lines_that_fit(self, soc: Soc) -> int:
+        """Feature lines that the data banks hold, at most all."""
+        return min(self.height, soc.entries_per_bank * self.data_bank // max(self.need(soc), 1))
+
+
+class _Fields:
+    """Decoded registers of one task; one that was never written is all zeros, unless a value is given."""
+
+    def __init__(self, registers: Mapping[int, int]) -> None:
+        self.registers = registers
+
+    def __call__(self, offset: int, unwritten: int = 0) -> dict[str, int]:
+        return decode(offset, self.registers.get(offset, unwritten))
+
+
+# Registers that `read` looks at: a program that writes all of them owes nothing to the programs before it.
+READS: Final = (
+    *_WANTED,
+    *(0x104C, 0x1060, 0x1068, 0x1100, 0x1184),
+    *(0x4038, 0x4054, 0x4084, 0x4088, 0x4080),
+)
+
+
+def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]) -> Task:
+    """The task that these register groups (offset -> value) describe. Never raises: `checks` judges it."""
+    registers = {**cna, **core, **dpu}
+    f = _Fields(registers)
+    con1, con3, size0, size1 = f(0x100C), f(0x1014), f(0x1020), f(0x1024)
+    kernel, cbuf, pads = f(0x1038), f(0x1040), f(0x1068)
+    out0, misc, form = f(0x3014), f(0x3010), f(0x4010)
+    cube_w, cube_h, notch, ow = f(0x4030)["width"], f(0x4034)["height"], f(0x4038), f(0x4050)
+    precision, out_precision = con1["in_precision"], form["out_precision"]
+    kind = KINDS.get(precision)
+    out_bytes = kind.outputs.get(out_precision, 0) if kind else 0
+    usual_atoms = kind.group * out_bytes // 16 if kind else 1
+    atoms = ow["size_e_0"] + 1 if 0x4050 in registers else max(usual_atoms, 1)
+    wdma = f(0x405C)
+    dense = cube_w * cube_h * 16
+    shift = f(0x4088)
+    out_scale = f(0x4084, 1)
+    return Task(
+        precision=precision,
+        precisions=(con1["proc_precision"], misc["proc_precision"], form["in_precision"], form["proc_precision"]),
+        out_precision=out_precision,
+        width=size0["datain_width"],
+        height=size0["datain_height"],
+        channels=size1["datain_channel"],
+        group_mode=not con1["group_line_off"],
+        line_stride=16 * f(0x107C)["line_stride"],
+        surf_stride=16 * f(0x1080)["surf_stride"],
+        pad_left=pads["pad_left"],
+        pad_top=pads["pad_top"],
+        pad_value=f(0x1184)["pad_value"],
+        kernels=kernel["weight_kernels"],
+        kernel_width=kernel["weight_width"],
+        kernel_height=kernel["weight_height"],
+        stride_x=con3["conv_x_stride"] if 0x1014 in registers else 1,
+        stride_y=con3["conv_y_stride"] if 0x1014 in registers else 1,
+        dilation_x=max(con3["atrous_x_dilation"], 1),
+        dilation_y=max(con3["atrous_y_dilation"], 1),
+        weight_bytes=f(0x1030)["weight_bytes"],
+        kernel_bytes=f(0x1034)["weight_bytes_per_kernel"],
+        data_bank=cbuf["data_bank"],
+        weight_bank=cbuf["weight_bank"],
+        entries=f(0x1044)["data_entries"],
+        weight_reuse=bool(cbuf["weight_reuse"]),
+        data_reuse=bool(cbuf["data_reuse"]),
+        cna_out=(f(0x1028)["dataout_width"], f(0x102C)["dataout_atomics"]),
+        core_out=(out0["dataout_width"], out0["dataout_height"]),
+        dpu_out=(cube_w, cube_h),
+        core_channels=f(0x3018)["dataout_channel"],
+        dpu_channels=f(0x403C)["channel"],
+        wdma_channels=f(0x4058)["channel_wdma"] if 0x4058 in registers else f(0x403C)["channel"],
+        wdma=(wdma["width_wdma"], wdma["height_wdma"]) if 0x405C in registers else (cube_w, cube_h),
+        atoms=atoms,
+        atom_stride=f(0x4024)["dst_surf_stride"],
+        group_stride=f(0x40C0)["surf_add"] if 0x40C0 in registers else dense * atoms,
+        notch=16 * notch["notch_addr_0"],
+        notches_equal=notch["notch_addr_0"] == notch["notch_addr_1"],
+        scale=out_scale["out_cvt_scale"],
+        shift=shift["out_cvt_shift"],
+        offset=f(0x4080)["out_cvt_offset"],
+        half_up=bool(shift["cvt_round"]),
+        not_modelled=_not_modelled(f, kind, out_precision),
+        missing=tuple(offset for offset in _WANTED if offset not in registers),
+    )
+
+
+def _not_modelled(f: _Fields, kind: Kind | None, out_precision: int) -> str:
+    """The first thing asked for that the engines cannot do yet, or ""."""
+    con1, form, mode, out = f(0x100C), f(0x4010), f(0x400C), f(0x4084, 1)
+    bs, bn, ew = f(0x4040, _BYPASSED), f(0x4060, _BYPASSED), f(0x4070, _EW_BYPASSED)
+    integer_out = out_precision in {Precision.INT8, Precision.INT16}
+    asked = {
+        f"input precision {con1['in_precision']}": kind is None,
+        f"output precision {out_precision} of {kind.name if kind else ''}": kind and out_precision not in kind.outputs,
+        f"convolution mode {con1['conv_mode']}": con1["conv_mode"] != ConvMode.DIRECT or f(0x3010)["dw_en"],
+        "deconvolution": con1["deconv"],
+        "image input": con1["argb_in"] or con1["nonalign_dma"],
+        "conversion of features": not f(0x104C, 1)["cvt_bypass"],
+        "FC skipping": f(0x1060)["fc_skip_en"],
+        "compressed weights": f(0x1100)["decomp_control"],
+        "weight zero points": not f(0x4050)["od_bypass"]
+        and f(0x3010)["qd_en"]
+        and (f(0x4054)["ow_op"] or f(0x4050)["ow_src"]),
+        "the BS stage": _active(bs, "bs"),
+        "the BN stage": _active(bn, "bn"),
+        "the EW stage": not ew["ew_bypass"]
+        and not (ew["ew_op_bypass"] and ew["ew_lut_bypass"] and ew["ew_relu_bypass"]),
+        "row maxima": f(0x4034)["minmax_ctl"],
+        "non-aligned or transposed output": mode["nonalign"] or mode["tp_en"] or form["mc_surf_out"],
+        f"output mode {mode['output_mode']}": mode["output_mode"] != _TO_MEMORY,
+        "features from memory beside a convolution": mode["flying_mode"],
+        "adding before scaling in OUT_CVT": integer_out and f(0x4088)["cvt_type"],
+        "scaling of fp16 outputs": out_precision == Precision.FP16
+        and (out["out_cvt_scale"] != 1 or f(0x4080)["out_cvt_offset"] or f(0x4088)["minus_exp"]),
+    }
+    return next((what for what, yes in asked.items() if yes), "")
+
+
+def _active(cfg: dict[str, int], stage: str) -> bool:
+    units = (cfg[f"{stage}_alu_bypass"], cfg[f"{stage}_mul_bypass"], cfg[f"{stage}_relu_bypass"])
+    return not cfg[f"{stage}_bypass"] and not all(units)
+
+
+def name_of(offset: int) -> str:
+    """BLOCK.REGISTER of an offset."""
+    return REGISTERS[offset].full_name
