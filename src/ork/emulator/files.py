@@ -11,7 +11,7 @@ from ork.emulator.pages import Pages
 
 @dataclass(eq=False)
 class DrmFile:
-    """One open of the NPU's node. Handles are this file's own numbers for kernel objects, the lowest free one from 1."""
+    """One open of the NPU's node. Handles are the file's own numbers for kernel objects, from 1, lowest first."""
 
     path: str
     handles: dict[int, Buffer] = field(default_factory=dict)

@@ -182,7 +182,7 @@ class EmulatedKernel:
 
     # --- imports and exports ---
 
-    def _heap_alloc(self, arg: uabi.DmaHeapAllocation) -> None:
+    def _heap_alloc(self, file: HeapFile, arg: uabi.DmaHeapAllocation) -> None:
         if not arg.len or arg.heap_flags or arg.fd_flags & ~(os.O_CLOEXEC | os.O_ACCMODE):
             raise oserror(errno.EINVAL)
         if arg.len > HEAP_LIMIT:
@@ -263,12 +263,13 @@ class EmulatedKernel:
         calls = self._calls[type(file)]
         drm = isinstance(file, DrmFile | OtherNode)
         _, kind, number, size = uabi.split_request(request)
-        for known, (call, struct) in calls.items():
+        for known in calls:
             _, known_kind, known_number, known_size = uabi.split_request(known)
             if (kind, number) == (known_kind, known_number) and (drm or size == known_size):
                 break
         else:
             raise oserror(errno.EINVAL if drm and kind == uabi.DRM_TYPE else errno.ENOTTY)
+        call, struct = calls[known]
         whole = struct()
         shared = min(size, known_size, ctypes.sizeof(arg))
         ctypes.memmove(ctypes.addressof(whole), ctypes.addressof(arg), shared)
