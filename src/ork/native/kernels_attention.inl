@@ -37,6 +37,48 @@ static inline void gemm_rows(const float* a, int64_t a_stride, int64_t rows, con
         });
 }
 
+// Positions [from, to) of a block that one query vector sees.
+struct Seen { int64_t from, to; };
+
+// out[MR][16 * NV] = sum of p[k] * values[k], k ascending over what each vector sees and no further: 0 times an infinity or
+// NaN of a later position, or of one behind the window, would spoil it. The spans ascend with the vectors.
+template <int MR, int NV, bool HALF>
+static inline void weigh_values(const float* p, const Seen* seen, const void* values, int64_t offset, int64_t stride, float* out) {
+    V16 acc[MR][NV];
+    for (int i = 0; i < MR; i++) for (int j = 0; j < NV; j++) acc[i][j] = vzero();
+    const int64_t all_from = seen[MR - 1].from, all_to = seen[0].to;   // all vectors see these
+    auto some = [&](int64_t from, int64_t to) {
+        for (int64_t k = from; k < to; k++)
+            for (int i = 0; i < MR; i++) {
+                if (k < seen[i].from || k >= seen[i].to) continue;
+                for (int j = 0; j < NV; j++) acc[i][j] = vfma(vset(p[i * KV_BLOCK + k]), kv_load<HALF>(values, offset + k * stride + 16 * j), acc[i][j]);
+            }
+    };
+    some(seen[0].from, all_from);
+    for (int64_t k = all_from; k < all_to; k++) {
+        V16 w[NV];
+        for (int j = 0; j < NV; j++) w[j] = kv_load<HALF>(values, offset + k * stride + 16 * j);
+        for (int i = 0; i < MR; i++) {
+            const V16 v = vset(p[i * KV_BLOCK + k]);
+            for (int j = 0; j < NV; j++) acc[i][j] = vfma(v, w[j], acc[i][j]);
+        }
+    }
+    some(all_from > all_to ? all_from : all_to, seen[MR - 1].to);
+    for (int i = 0; i < MR; i++) for (int j = 0; j < NV; j++) vstore(out + i * stride + 16 * j, vadd(acc[i][j], vzero()));   // -0 becomes +0
+}
+
+template <bool HALF, class F>
+static inline void weigh_rows(const float* p, F&& seen_by, int64_t rows, const void* values, int64_t offset, int64_t pad, float* out) {
+    for_panels<ATT_ROWS>(0, rows, [&](auto r, int64_t m) {
+        constexpr int MR = decltype(r)::value;
+        Seen seen[MR];
+        for (int i = 0; i < MR; i++) seen[i] = seen_by(m + i);
+        int64_t c = 0;
+        for (; c + 16 * ATT_NV <= pad; c += 16 * ATT_NV) weigh_values<MR, ATT_NV, HALF>(p + m * KV_BLOCK, seen, values, offset + c, pad, out + m * pad + c);
+        for (; c < pad; c += 16) weigh_values<MR, 1, HALF>(p + m * KV_BLOCK, seen, values, offset + c, pad, out + m * pad + c);
+    });
+}
+
 static int64_t attention_scratch(const AttentionArgs& a, int64_t tile_rows) {
     const int64_t vectors = tile_rows * (a.heads / a.kv.heads);
     return vectors * (KV_BLOCK + a.kv.dim_pad);
@@ -93,8 +135,11 @@ template <bool HALF> static void block_of(const AttentionArgs& a, const Tile& t,
         }
         p.sum[i] = vsum(sum);
     }
-    gemm_rows<HALF>(scores + lo, KV_BLOCK, vectors, a.kv.values, values + lo * pad, pad, hi - lo, p.out, pad, pad);
-    for (int64_t i = 0; i < vectors * pad; i += 16) vstore(p.out + i, vadd(vload(p.out + i), vzero()));   // -0 becomes +0
+    auto seen_by = [&](int64_t i) {
+        const int64_t from = first_seen(a, t, i / share) - base, to = t.first_position + i / share + 1 - base;
+        return Seen{from < lo ? lo : from > hi ? hi : from, to < lo ? lo : to > hi ? hi : to};
+    };
+    weigh_rows<HALF>(scores, seen_by, vectors, a.kv.values, values, pad, p.out);
 }
 
 static void attention_block(const AttentionArgs& a, const Tile& t, int64_t kv_head, int64_t block, float* scratch, const Partial& p) {
@@ -141,17 +186,12 @@ static void attention_finish(const AttentionArgs& a, const Tile& t, int64_t kv_h
         }
 }
 
-// Writes rows' keys and values of heads [h0, h1) to their slots (block * 256 + offset). The first of sixteen positions
-// clears the values of the other fifteen: attention multiplies them by 0, which an old infinity would not survive.
+// Writes rows' keys and values of heads [h0, h1) to their slots (block * 256 + offset).
 static void kv_append(const KvLayer& kv, const Mat& k, const Mat& v, const int32_t* slots, int64_t h0, int64_t h1) {
     const int64_t dim = kv.dim, pad = kv.dim_pad;
     for (int64_t h = h0; h < h1; h++)
         for (int64_t m = 0; m < k.rows; m++) {
             const int64_t block = slots[m] / KV_BLOCK, offset = slots[m] % KV_BLOCK, at = block * kv.heads + h;
-            if (offset % 16 == 0) {
-                const int64_t at_value = (at * KV_BLOCK + offset) * pad, width = kv.half ? 2 : 4;
-                __builtin_memset((char*)kv.values + at_value * width, 0, 16 * pad * width);
-            }
             const float *ks = k.data + m * k.stride + h * dim, *vs = v.data + m * v.stride + h * dim;
             for (int64_t d = 0; d < dim; d += 16) {
                 const int64_t n = dim - d < 16 ? dim - d : 16;
