@@ -22,7 +22,7 @@ from ork.emulator.report import Report
 from ork.emulator.rknpu import Rknpu, Stats, oserror
 from ork.errors import UsageError
 from ork.npu import uabi
-from ork.npu.kernel import DRIVER_NAME
+from ork.npu.kernel import DRIVER_NAME, release
 from ork.npu.soc import RK3588, Soc
 
 # On a board the NPU is seldom card0: that is the display's.
@@ -72,7 +72,7 @@ class EmulatedKernel:
         self._lock = self.driver.device.lock
         self._nodes = NODES if nodes is None else nodes
         self._files: dict[int, File] = {}
-        self._views: dict[int, tuple[memoryview, Buffer | None]] = {}
+        self._views: dict[int, tuple[memoryview, object, Buffer | None]] = {}
         self._calls: dict[type, dict[int, Call]] = {
             DrmFile: {
                 uabi.ACTION: (self.driver.action, uabi.Action),
@@ -127,8 +127,9 @@ class EmulatedKernel:
                 pages, offset = origin.pages, 0
             else:
                 raise oserror(errno.ENODEV)
-            view = memoryview(pages.memory)[offset : offset + length]
-            self._views[id(view)] = (view, origin)
+            mapped = (ctypes.c_uint8 * length).from_buffer(pages.memory, offset)
+            view = memoryview(mapped).cast("B")
+            self._views[id(view)] = (view, mapped, origin)
             if origin is not None:
                 origin.refs += 1
             self.driver.counts.maps += 1
@@ -138,9 +139,10 @@ class EmulatedKernel:
         key = id(view)
         if key not in self._views:
             raise oserror(errno.EINVAL, "not a mapping")
-        view.release()
+        _, mapped, origin = self._views[key]
+        release(view, mapped)
         with self._lock:
-            _, origin = self._views.pop(key)
+            del self._views[key]
             self.driver.counts.unmaps += 1
             if origin is not None:
                 self.driver.drop(origin)

@@ -301,6 +301,11 @@ class Memory:
             oldest = min(self._running, default=self._epoch + 1)
             self._limbo = [entry for entry in self._limbo if entry[0] >= oldest]
 
+    @property
+    def limbo(self) -> int:
+        """Freed buffers that wait for jobs to end."""
+        return len(self._limbo)
+
     # --- what a job touched ---
 
     def begin_access(self) -> Access:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import glob
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -38,7 +39,7 @@ class Kernel(Protocol):
         ...
 
     def munmap(self, view: memoryview) -> None:
-        """End a mapping. BufferError while an array still uses `view`; no byte of it may be touched afterwards."""
+        """End a mapping, and `view` with it. BufferError while an array made from it lives: drop it and call again."""
         ...
 
     def close(self, fd: int) -> None:
@@ -48,6 +49,14 @@ class Kernel(Protocol):
     def nodes(self) -> list[str]:
         """Paths where a DRM driver may be, in the order to try."""
         ...
+
+
+def release(view: memoryview, mapped: object) -> None:
+    """End `view`, whose memory is `mapped`; BufferError while anything else still looks at that memory."""
+    view.release()
+    # Views, arrays and ctypes objects made from `view` refer to `mapped`; so do the caller, this call, and the count.
+    if sys.getrefcount(mapped) > 4:
+        raise BufferError("a mapping is still in use")
 
 
 class LinuxKernel:
@@ -65,7 +74,7 @@ class LinuxKernel:
             ctypes.c_int64,
         ]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._mappings: dict[int, tuple[memoryview, int, int]] = {}
+        self._mappings: dict[int, tuple[memoryview, ctypes.Array[ctypes.c_uint8]]] = {}
 
     def open(self, path: str) -> int:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -81,16 +90,16 @@ class LinuxKernel:
         if address is None or address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        view = memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
-        self._mappings[id(view)] = (view, address, length)
+        mapped = (ctypes.c_uint8 * length).from_address(address)
+        view = memoryview(mapped).cast("B")
+        self._mappings[id(view)] = (view, mapped)
         return view
 
     def munmap(self, view: memoryview) -> None:
-        _, address, length = self._mappings[id(view)]
-        key = id(view)
-        view.release()
-        del self._mappings[key]
-        self._libc.munmap(address, length)
+        _, mapped = self._mappings[id(view)]
+        release(view, mapped)
+        del self._mappings[id(view)]
+        self._libc.munmap(ctypes.addressof(mapped), len(mapped))
 
     def close(self, fd: int) -> None:
         os.close(fd)
