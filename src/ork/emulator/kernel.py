@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from ork.emulator.report import Report
 from ork.emulator.rknpu import Rknpu, Stats, oserror
 from ork.errors import UsageError
 from ork.npu import uabi
-from ork.npu.kernel import DRIVER_NAME, release
+from ork.npu.kernel import DRIVER_NAME, Mapped, release
 from ork.npu.soc import RK3588, Soc
 
 # On a board the NPU is seldom card0: that is the display's.
@@ -72,7 +73,7 @@ class EmulatedKernel:
         self._lock = self.driver.device.lock
         self._nodes = NODES if nodes is None else nodes
         self._files: dict[int, File] = {}
-        self._views: dict[int, tuple[memoryview, object, Buffer | None]] = {}
+        self._views: dict[int, tuple[memoryview, Mapped, Buffer | None]] = {}
         self._calls: dict[type, dict[int, Call]] = {
             DrmFile: {
                 uabi.ACTION: (self.driver.action, uabi.Action),
@@ -129,7 +130,7 @@ class EmulatedKernel:
                 raise oserror(errno.ENODEV)
             mapped = (ctypes.c_uint8 * length).from_buffer(pages.memory, offset)
             view = memoryview(mapped).cast("B")
-            self._views[id(view)] = (view, mapped, origin)
+            self._views[id(view)] = (view, weakref.ref(mapped), origin)
             if origin is not None:
                 origin.refs += 1
             self.driver.counts.maps += 1

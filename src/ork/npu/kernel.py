@@ -10,7 +10,7 @@ import errno
 import fcntl
 import glob
 import os
-import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,7 @@ from ork.npu import uabi
 DRIVER_NAME = "rknpu"
 
 T = TypeVar("T")
+Mapped = weakref.ref[ctypes.Array[ctypes.c_uint8]]
 
 
 class Kernel(Protocol):
@@ -51,11 +52,10 @@ class Kernel(Protocol):
         ...
 
 
-def release(view: memoryview, mapped: object) -> None:
-    """End `view`, whose memory is `mapped`; BufferError while anything else still looks at that memory."""
+def release(view: memoryview, mapped: Mapped) -> None:
+    """End `view`; BufferError while arrays, views or ctypes objects made from it still hold its memory."""
     view.release()
-    # Views, arrays and ctypes objects made from `view` refer to `mapped`; so do the caller, this call, and the count.
-    if sys.getrefcount(mapped) > 4:
+    if mapped() is not None:
         raise BufferError("a mapping is still in use")
 
 
@@ -74,7 +74,7 @@ class LinuxKernel:
             ctypes.c_int64,
         ]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._mappings: dict[int, tuple[memoryview, ctypes.Array[ctypes.c_uint8]]] = {}
+        self._mappings: dict[int, tuple[memoryview, Mapped, int, int]] = {}
 
     def open(self, path: str) -> int:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -92,14 +92,14 @@ class LinuxKernel:
             raise OSError(code, os.strerror(code))
         mapped = (ctypes.c_uint8 * length).from_address(address)
         view = memoryview(mapped).cast("B")
-        self._mappings[id(view)] = (view, mapped)
+        self._mappings[id(view)] = (view, weakref.ref(mapped), address, length)
         return view
 
     def munmap(self, view: memoryview) -> None:
-        _, mapped = self._mappings[id(view)]
+        _, mapped, address, length = self._mappings[id(view)]
         release(view, mapped)
         del self._mappings[id(view)]
-        self._libc.munmap(ctypes.addressof(mapped), len(mapped))
+        self._libc.munmap(address, length)
 
     def close(self, fd: int) -> None:
         os.close(fd)
