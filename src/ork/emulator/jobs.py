@@ -133,7 +133,7 @@ class Jobs:
         self.programs = 0
         self.resets = 0
         self.timeouts = 0
-        self._resetting = False
+        self.resetting = False
         self._crash: BaseException | None = None
         switch.stuck = self._stuck_references
 
@@ -172,7 +172,7 @@ class Jobs:
 
     def _start(self, slot: Slot) -> None:
         """Put the first job of the queue on its cores, if all are free. Lock held."""
-        if slot.current is not None or not slot.queue or self._resetting:
+        if slot.current is not None or not slot.queue or self.resetting:
             return
         job = slot.queue[0]
         for other in job.slots:
@@ -341,9 +341,9 @@ class Jobs:
             return all(slot.current is None for slot in self.slots)
 
     def _reset(self) -> None:
-        if self._resetting:
+        if self.resetting:
             return
-        self._resetting = True
+        self.resetting = True
         running = [job for slot in self.slots if (job := slot.current) is not None and job.state == RUNNING]
         woken = {job for slot in self.slots for job in slot.queue if job.blocking}
         for job in running:
@@ -354,7 +354,7 @@ class Jobs:
         for slot in self.slots:
             slot.core.reset()
         self.resets += 1
-        self._resetting = False
+        self.resetting = False
         for job in woken:
             if job.state == QUEUED:
                 self._withdraw(job)

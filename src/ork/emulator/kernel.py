@@ -170,6 +170,11 @@ class EmulatedKernel:
         return self.driver.clock.ns
 
     @property
+    def switch_references(self) -> int:
+        """How many need the attached domain right now: 0 when nothing runs and nothing leaked."""
+        return self.driver.switch.refs
+
+    @property
     def stats(self) -> Stats:
         """A copy of the counters as they are now."""
         with self._lock:
