@@ -66,6 +66,7 @@ class FakeKernel:
     def open(self, path: str) -> int:
         self._next += 1
         self.fds.add(self._next)
+        self.events.append(("open", path))
         return self._next
 
     def close(self, fd: int) -> None:

@@ -21,6 +21,7 @@ from ork.npu.kernel import RecordingKernel
 from ork.npu.matmul import MatmulShape, plan, program
 from ork.npu.ranges import Ranges
 from ork.npu.running import RESET_BEFORE
+from ork.npu.soc import RK3576
 from tests.npu.fake_kernel import FakeKernel, Ran, dropped
 
 INPUT, WEIGHTS, OUTPUT = 0x1070, 0x1110, 0x4020
@@ -123,7 +124,7 @@ def test_chains_share_an_arena_and_give_their_room_back(npu: Npu, kernel: FakeKe
     one = job(npu)
     npu.prepare([one]).free()
     buffers = len(kernel.buffers)
-    for _ in range(50):
+    for _ in range(10):
         alive = [npu.prepare([one] * n) for n in (1, 700, 3, 300)]
         for prepared in alive[::2] + alive[1::2]:
             prepared.free()
@@ -302,6 +303,45 @@ def test_a_core_that_is_still_retiring_is_asked_again(npu: Npu, kernel: FakeKern
     assert npu.counters.resets == 0
 
 
+def test_a_domain_is_left_only_when_its_polled_jobs_are_retired(
+    npu: Npu, kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = npu.prepare([job(npu)]).chain, npu.prepare([job(npu, domain=1)]).chain
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    npu.submit(here)
+    npu.submit(there)
+    assert pauses == []
+    npu.run([here], blocking=False)
+    npu.submit(here)
+    assert max(pauses, default=0) < 1e-3
+    npu.submit(there)
+    assert pauses[-1] == 1e-3
+    npu.submit(here)
+    assert pauses.count(1e-3) == 1
+
+
+def test_an_interrupt_waits_for_the_jobs_that_run(npu: Npu, kernel: FakeKernel) -> None:
+    def interrupted(run: Ran) -> int:
+        raise KeyboardInterrupt
+
+    kernel.script = [interrupted]
+    chains = [npu.prepare([job(npu)]).chain for _ in range(6)]
+    with pytest.raises(KeyboardInterrupt):
+        npu.run(chains)
+    before = len(kernel.ran)
+    npu.run(chains)
+    assert len(kernel.ran) == before + 6
+
+
+def test_a_chip_with_two_cores_uses_two(kernel: FakeKernel) -> None:
+    with Npu.open(kernel, RK3576) as npu:
+        npu.run([npu.prepare([job(npu)]).chain for _ in range(6)], blocking=False)
+        assert {r.core_mask for r in kernel.ran} == {1, 2}
+        with pytest.raises(NpuError, match="3 cores: RK3576 has 2"):
+            npu.run([], cores=3)
+
+
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +443,14 @@ def test_imports_follow_a_native_anchor_and_sync_through_their_dma_buf(npu: Npu,
     assert kernel.events == [("dma-buf-sync", f) for f in (0 | 2, 4 | 2, 0 | 1, 4 | 1)]
     second.free()
     assert second.handle not in kernel.buffers
+
+
+def test_the_heap_of_imports_can_be_chosen(npu: Npu, kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    npu.import_buffer(4096)
+    monkeypatch.setenv("ORK_DMA_HEAP", "/dev/dma_heap/other")
+    npu.import_buffer(4096)
+    heaps = [e[1] for e in kernel.events if e[0] == "open" and "dma_heap" in e[1]]
+    assert heaps == ["/dev/dma_heap/system", "/dev/dma_heap/other"]
 
 
 def test_large_imports_and_chains_over_many_are_refused(npu: Npu) -> None:

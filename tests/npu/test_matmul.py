@@ -22,9 +22,9 @@ CAPTURES = Path(os.environ.get("ORK_CAPTURES", Path(__file__).parents[2].parent 
 shapes = st.builds(
     lambda kind, M, k, g: MatmulShape(M, 32 * k, KINDS[kind].group * g, kind),
     st.sampled_from(sorted(KINDS)),
-    st.integers(1, 5000),
+    st.integers(1, 1500),
     st.integers(1, 336 * 2),
-    st.integers(1, 400),
+    st.integers(1, 300),
 )
 
 

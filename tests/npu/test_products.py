@@ -282,6 +282,19 @@ def test_domains_hold_their_own_weights(npu: Npu) -> None:
         assert np.array_equal(multiply(npu, a, b, domain=domain, blocking=domain != 1, cores=2), exact(a, b))
 
 
+def test_weights_may_lie_in_on_chip_memory(npu: Npu) -> None:
+    rng = np.random.default_rng(10)
+    a, b = codes(rng, (3, 512)), codes(rng, (64, 512))
+    rows, out, weights = npu.buffer(a.size), npu.buffer(3 * 64 * 4), npu.buffer(b.size, sram=True)
+    assert weights.sram_bytes == b.size
+    for buffer, data in ((rows, a.tobytes()), (weights, tiled(b, 512))):
+        with buffer.fill(0, len(data)) as view:
+            view[:] = data
+    npu.run_int8([Int8Job(rows, weights, out, 3, 512, 64)])
+    out.sync_from_device()
+    assert np.array_equal(out.array[: 3 * 64 * 4].view(np.int32).reshape(3, 64), exact(a, b))
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 

@@ -22,10 +22,48 @@ def add(sub: argparse.ArgumentParser) -> None:
     disasm.add_argument(
         "--diff", metavar="OTHER", type=Path, help="show only the registers that differ; exit code 1 if any does"
     )
+    probe = tools.add_parser(
+        "probe",
+        help="how much memory the NPU sees, and where it breaks",
+        description="Runs into the limits of the NPU's memory on purpose: on a board, stop everything else that uses "
+        "the NPU first. `import` loses 4 MiB of address space of domain 1 until reboot on a stock kernel.",
+    )
+    probe.add_argument("what", choices=PROBES, help="; ".join(f"{name}: {text}" for name, text in PROBES.items()))
+    probe.add_argument("--device", default="emu", choices=("emu", "rk3588"), help="the emulated chip or this board's")
+
+
+PROBES = {
+    "dma": "buffers until a domain is full",
+    "stream": "whether freed address space comes back",
+    "persist": "whether a reloaded weight is the packed one",
+    "import": "sizes and numbers of dma-heap imports that work",
+}
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"disasm": disasm}[args.tool](args)
+    return {"disasm": disasm, "probe": probe}[args.tool](args)
+
+
+def probe(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ork.cli.common import say
+    from ork.emulator.kernel import EmulatedKernel
+    from ork.npu import probe as probes
+    from ork.npu.kernel import LinuxKernel
+
+    emulated = EmulatedKernel(views="sampled") if args.device == "emu" else None
+    console = Console(highlight=False)
+    for found in probes.run(args.what, emulated or LinuxKernel()):
+        table = Table(*found.header, title=found.title, title_justify="left")
+        for row in found.rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(found.finding, markup=False)
+    if emulated and emulated.report.counts:
+        say("rules met: " + ", ".join(f"{rule} {n}" for rule, n in sorted(emulated.report.counts.items())))
+    return 0
 
 
 def disasm(args: argparse.Namespace) -> int:

@@ -101,8 +101,11 @@ class Npu:
 
     # -- chains --------------------------------------------------------------------------------------------------
 
-    def chain(self, steps: Sequence[Step]) -> Chain:
-        """Programs of one precision and one domain, laid into device memory and linked. Free it when done."""
+    def chain(self, steps: Sequence[Step], *, unproven: bool = False) -> Chain:
+        """Programs of one precision and one domain, laid into device memory and linked. Free it when done.
+
+        `unproven` allows more imported buffers than are known to work in one chain.
+        """
         domain = steps[0].operands["output"][0].domain if steps else 0
         check_steps(steps, domain, self.soc)
         self._enter_domain(domain)
@@ -118,7 +121,7 @@ class Npu:
             room = arena.take(blocks, len(steps))
             assert room is not None  # it is empty, and the chain is no larger
         self.counters.prepared += len(steps)
-        return Chain(arena, steps, *room)
+        return Chain(arena, steps, *room, unproven=unproven)
 
     def prepare(self, jobs: Sequence[Int8Job]) -> Prepared:
         """The chain of some int8 jobs, in order. Free it when done."""

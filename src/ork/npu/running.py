@@ -44,7 +44,7 @@ SENTINELS: Mapping[int, tuple[bytes, bytes]] = MappingProxyType(
 
 BUSY_TRIES, BUSY_PAUSE = 20, 50e-6  # a core whose last job is done but not yet retired by the kernel answers EINVAL
 DOMAIN_SETTLE = 1e-3  # seconds between a polled result and a job in another domain (a shorter pause wedged boards)
-POLL_PAUSE, POLL_PAUSE_MAX = 20e-6, 1e-3
+POLL_PAUSE, POLL_PAUSE_MAX = 20e-6, 200e-6
 
 
 @dataclass

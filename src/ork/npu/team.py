@@ -39,8 +39,12 @@ class Team:
         for wake in self._wake[:helpers]:
             wake.release()
         self._pull(0)
-        for _ in range(helpers):
-            self._done.acquire()
+        while helpers:
+            try:
+                self._done.acquire()
+                helpers -= 1
+            except KeyboardInterrupt as interrupt:  # the others end their chain first: its buffers must live so long
+                self._errors.append(interrupt)
         self._queue.clear()
         if self._errors:
             raise self._errors[0]
