@@ -127,11 +127,9 @@ def nibbles(values: Array) -> npt.NDArray[np.uint8]:
 
 
 def stored_kernels(B: Array, kind: Kind) -> npt.NDArray[np.uint8]:
-    """B[K, N] as the chip reads it: groups of G kernels, blocks of 32 channels, kernel, channel; the last ones short."""
+    """B[K, N] as the chip reads it: groups of G kernels, blocks of 32 channels, kernel, channel; the last are short."""
     K, N = B.shape
-    parts = [
-        B[k : k + 32, n : n + kind.group].T.reshape(-1) for n in range(0, N, kind.group) for k in range(0, K, 32)
-    ]
+    parts = [B[k : k + 32, n : n + kind.group].T.reshape(-1) for n in range(0, N, kind.group) for k in range(0, K, 32)]
     flat = np.concatenate(parts)
     return nibbles(flat) if kind.bits == 4 else np.ascontiguousarray(flat).view(np.uint8)
 

@@ -33,6 +33,8 @@ _TASK_NS: Final = 4400  # a chained program costs so much (measured) ...
 _WEIGHTS_PER_NS: Final = 10.8  # ... and its weights so many bytes a nanosecond (measured)
 _NOT_YET: Final = (0x18, 0x1D, 0x60, 0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
 _BASE_ADDRESS = 0x0010
+_DONE: Final = (int(Interrupt.DPU_0), int(Interrupt.DPU_1))  # by the group that ran
+_MATMUL: Final = int(MATMUL)
 
 
 @dataclass(slots=True)
@@ -60,9 +62,10 @@ class _Stop(Exception):
 
 @dataclass(slots=True)
 class _Loaded:
-    """One operand in the convolution buffer. `data` None: it is still in memory as it was when it was fetched."""
+    """One operand in the convolution buffer, as a task fetched it. `data` None: memory still holds the same."""
 
-    key: tuple[object, ...]
+    task: Task
+    places: Places
     data: npt.NDArray[Any] | None
 
 
@@ -198,14 +201,14 @@ class Core:
         if rule is None:
             rule = self._literally(domain, task, verdict, places)
         else:
-            self._features = _Loaded(_feature_key(task, places), None)
+            self._features = _Loaded(task, places, None)
             self._weights = self._kept(task, places, None)
         if rule:
             self._add(Finding(rule, 0x4010))
         outcome.hw_ns += _TASK_NS + int(task.weights_size / _WEIGHTS_PER_NS)
         executer = self.groups.blocks["DPU"].executer
-        outcome.int_status = Interrupt.DPU_1 if executer else Interrupt.DPU_0
-        self.groups.ran(MATMUL)
+        outcome.int_status = _DONE[executer]
+        self.groups.ran(_MATMUL)
 
     # --- the literal way ---
 
@@ -214,7 +217,7 @@ class Core:
         if operands is None:
             self._features = self._weights = None
         else:
-            self._features = _Loaded(_feature_key(task, places), operands[0])
+            self._features = _Loaded(task, places, operands[0])
             self._weights = self._kept(task, places, operands[1])
         broken: str = _mapped(OUTPUT, lambda: convolve.run(domain, task, places.output, operands))
         return broken
@@ -223,11 +226,10 @@ class Core:
         self, domain: Domain, task: Task, lines: int, places: Places
     ) -> tuple[npt.NDArray[Any], fetch.Bytes] | None:
         """Features and kernels, out of memory or, if they are reused, out of the buffer; None if they are not there."""
-        data_key, weight_key = _feature_key(task, places), _weight_key(task, places)
-        if task.data_reuse and (self._features is None or self._features.key != data_key):
+        if task.data_reuse and not _same_features(self._features, task, places):
             self._add(Finding("data-reuse", 0x1040, {"features": places.features}))
             return None
-        if task.weight_reuse and (self._weights is None or self._weights.key != weight_key):
+        if task.weight_reuse and not _same_weights(self._weights, task, places):
             self._add(Finding("weight-reuse", 0x1040, {"weights": places.weights, "bytes": task.weights_size}))
             return None
         features = self._features.data if task.data_reuse and self._features else None
@@ -242,14 +244,20 @@ class Core:
         """Kernels stay resident if all of them fit the weight banks at once."""
         if task.weights_size > task.weight_bank * self.soc.bank_bytes:
             return None
-        if data is None and self._weights is not None and self._weights.key == _weight_key(task, places):
-            return self._weights
-        return _Loaded(_weight_key(task, places), data)
+        return _Loaded(task, places, data)
 
     def _in_memory(self, task: Task, places: Places) -> bool:
         """Whether reused weights are resident and still lie in memory as they were loaded."""
         kept = self._weights
-        return kept is not None and kept.data is None and kept.key == _weight_key(task, places)
+        return kept is not None and kept.data is None and _same_weights(kept, task, places)
+
+
+def _same_features(loaded: _Loaded | None, task: Task, places: Places) -> bool:
+    return loaded is not None and _feature_key(loaded.task, loaded.places) == _feature_key(task, places)
+
+
+def _same_weights(loaded: _Loaded | None, task: Task, places: Places) -> bool:
+    return loaded is not None and _weight_key(loaded.task, loaded.places) == _weight_key(task, places)
 
 
 def _feature_key(task: Task, places: Places) -> tuple[object, ...]:

@@ -57,6 +57,7 @@ class Groups:
 
     def __init__(self) -> None:
         self.blocks = {name: BlockGroups() for name in BLOCKS if name != "PC"}
+        self._by_bit = [(int(BLOCKS[name].enable), block) for name, block in self.blocks.items()]
 
     def commit(self, core: int) -> None:
         """What the kernel writes before it starts a submit: ping-pong on for CNA and CORE (kernel)."""
@@ -70,6 +71,6 @@ class Groups:
 
     def ran(self, enable: int) -> None:
         """The blocks of that op-enable mask have run."""
-        for name, groups in self.blocks.items():
-            if enable & BLOCKS[name].enable:
-                groups.ran()
+        for bit, block in self._by_bit:
+            if enable & bit:
+                block.ran()

@@ -89,6 +89,9 @@ class Images:
         self._images: dict[bytes, Image | None] = {}
         self._judged: dict[Task, tuple[Verdict, Plan | None]] = {}
 
+    def __len__(self) -> int:
+        return len(self._images) + len(self._judged)
+
     def of(self, words: Words) -> Image | None:
         """The image of a fetched program; None if it has none."""
         key = mask_addresses(words)

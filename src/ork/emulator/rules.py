@@ -115,7 +115,7 @@ _TABLE: Final[tuple[tuple[str, Severity, Effect, str, str], ...]] = (
     # --- the kernel driver: submits and domains ---
     ("core-mask", _E, _KERNEL, "measured", "one submit for all three cores wedges the board"),
     ("core-mask-stuck", _E, _KERNEL, "kernel", "core masks 5 and 6 are queued and never started"),
-    ("core-mask-pair", _U, _KERNEL, "kernel", "one submit for two cores: the kernel takes it, nobody has shown it work"),
+    ("core-mask-pair", _U, _KERNEL, "kernel", "one submit for two cores: accepted, and shown to work by nobody"),
     ("subcore-task", _E, _KERNEL, "kernel", "a core of the mask has no tasks in its subcore entry"),
     ("render-node", _U, _KERNEL, "measured", "submits on a render node were seen to time out; use the card node"),
     ("int-mask", _E, _KERNEL, "kernel", "the last task's int_mask is not the interrupt that the chain raises"),

@@ -71,8 +71,9 @@ class Task:
     stride_y: int
     dilation_x: int
     dilation_y: int
-    weight_bytes: int
+    weight_bytes: int  # as the registers say, of all kernels and of one
     kernel_bytes: int
+    weights_size: int  # bytes of all kernels, by their shape
     # convolution buffer
     data_bank: int
     weight_bank: int
@@ -126,11 +127,6 @@ class Task:
         """Kernel groups that are written: whole ones, whatever the number of kernels."""
         return -(-self.dpu_channels // self.kind.group)
 
-    @property
-    def weights_size(self) -> int:
-        """Bytes of all kernels by their shape; `weight_bytes` is what the register says."""
-        return -(-self.kernels * self.kernel_elements * self.kind.bits // 8)
-
     def need(self, soc: Soc) -> int:
         """Entries of the convolution buffer that one feature line takes."""
         return -(-self.width * self.channels * self.kind.bits // (8 * soc.entry_bytes))
@@ -174,6 +170,7 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
     wdma = f(0x405C)
     dense = cube_w * cube_h * 16
     shift = f(0x4088)
+    elements = kernel["weight_kernels"] * kernel["weight_width"] * kernel["weight_height"] * size1["datain_channel"]
     out_scale = f(0x4084, 1)
     return Task(
         precision=precision,
@@ -197,6 +194,7 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
         dilation_y=max(con3["atrous_y_dilation"], 1),
         weight_bytes=f(0x1030)["weight_bytes"],
         kernel_bytes=f(0x1034)["weight_bytes_per_kernel"],
+        weights_size=-(-elements * (kind.bits if kind else 0) // 8),
         data_bank=cbuf["data_bank"],
         weight_bank=cbuf["weight_bank"],
         entries=f(0x1044)["data_entries"],
