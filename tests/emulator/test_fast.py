@@ -159,6 +159,29 @@ def test_rows_in_rows_out_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls == [(a.dev_address, K, M, K, w.dev_address, N, c.dev_address, N)]
 
 
+@pytest.mark.parametrize("engine", ["literal", "fast"])
+def test_operands_without_a_sync_are_stale_and_named(engine: str) -> None:
+    """What the CPU wrote into cacheable memory and did not sync, the device does not see; programs included."""
+    rng = np.random.default_rng(0)
+    A, B = random_operands(rng, INT8, 2, 64, 64)
+    board = Board(engine)
+    a, w = (board.memory.create(i, 4096, 0x403, 0) for i in (1, 2))
+    c = board.buffer(512, 0x33)
+    for buffer, data in ((a, A), (w, stored_kernels(B, INT8))):
+        buffer.cpu[: data.size] = data.reshape(-1).view(np.uint8)
+    registers = board.place(matmul(INT8, 2, 64, 64), a, w, c)
+    assert board.run([registers]).hang is None
+    assert not c.dev[:512].any()
+    seen = [(v.rule, v.program, v.values["handle"], v.values["bytes"]) for v in board.report.violations]
+    assert seen == [("missing-sync", 0, 1, 128), ("missing-sync", 0, 2, 4096)]
+    for buffer in (a, w):
+        buffer.pages.to_device(0, 4096)
+    board.report.clear()
+    board.run([registers])
+    assert np.array_equal(c.dev[:512].view("<i4").reshape(2, 64), A.astype(np.int32) @ B.astype(np.int32))
+    assert not board.report.violations
+
+
 def test_a_known_text_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that differ in addresses alone are decoded once."""
     board = Board("fast")

@@ -2,7 +2,7 @@
 
 The literal engine parses and runs every program by the book. The fast engine keeps what it learnt about a program's
 text (addresses apart) and hands matmuls of known geometry to native kernels; whatever is not such a matmul goes the
-literal way. Both leave the same bytes, register groups and reports.
+literal way. Both leave the same bytes, register groups and findings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ork.npu.soc import Soc
 
 ENGINES: Final = ("fast", "literal")
 _TASK_NS: Final = 4400  # a chained program costs so much (measured) ...
-_WEIGHTS_PER_NS: Final = 10.8  # ... and its weights so many bytes a nanosecond (measured)
+_WEIGHTS_PER_NS: Final = 10.8  # ... and its weights so many bytes a nanosecond (measured), or, if that takes longer,
+_MACS_PER_NS: Final = {4: 2048, 8: 1024, 16: 512}  # its multiply-adds by bits of an element (nominal peak of a core)
 _NOT_YET: Final = (0x18, 0x1D, 0x60, 0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
 _BASE_ADDRESS = 0x0010
 _DONE: Final = (int(Interrupt.DPU_0), int(Interrupt.DPU_1))  # by the group that ran
@@ -205,7 +206,8 @@ class Core:
             self._weights = self._kept(task, places, None)
         if rule:
             self._add(Finding(rule, 0x4010))
-        outcome.hw_ns += _TASK_NS + int(task.weights_size / _WEIGHTS_PER_NS)
+        macs_ns = task.pixels * task.weights_size * 8 / task.kind.bits / _MACS_PER_NS[task.kind.bits]
+        outcome.hw_ns += _TASK_NS + int(max(task.weights_size / _WEIGHTS_PER_NS, macs_ns))
         executer = self.groups.blocks["DPU"].executer
         outcome.int_status = _DONE[executer]
         self.groups.ran(_MATMUL)

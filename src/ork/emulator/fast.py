@@ -98,8 +98,8 @@ class Plan:
     def _directly(self, domain: Domain, features: int, weights: int, output: int) -> str | None:
         """Rows in, rows out, nothing copied."""
         a, c = self.features, self.output
-        w_at = domain.read_address(weights, self.kernels_bytes)
         a_at = domain.read_address(features, a.size, a.count, a.pitch)
+        w_at = domain.read_address(weights, self.kernels_bytes)
         c_at = domain.write_address(output, c.size, c.count, c.pitch)
         if not (a_at and w_at and c_at):
             return None
