@@ -156,12 +156,8 @@ class Jobs:
             for slot in job.slots:
                 slot.queue.append(job)
             self._start(job.slots[0])
-            while job.blocking and job.state == QUEUED:
-                if job in self._dead():
-                    self._clock.advance_ms(3 * job.timeout_ms)  # three rounds, never committed
-                    self._withdraw(job)
-                else:
-                    self._device.wait()
+            if job.blocking and job.state == QUEUED:
+                self._await_turn(job)
         if job.blocking:
             if job.state == RUNNING:
                 self._execute(job)
@@ -169,6 +165,23 @@ class Jobs:
                 raise job.crash
             if job.error:
                 raise OSError(job.error, "the job did not complete")
+
+    def _await_turn(self, job: Job) -> None:
+        """Wait until a queued blocking job is on its cores, or out of its queues. Lock held."""
+        try:
+            while job.state == QUEUED:
+                if job in self._dead():
+                    self._clock.advance_ms(3 * job.timeout_ms)  # three rounds, never committed
+                    self._withdraw(job)
+                else:
+                    self._device.wait()
+        except BaseException:  # an interrupt: nobody would run the job
+            if job.state == QUEUED:
+                self._withdraw(job)
+            elif job.state == RUNNING:
+                self._memory.end_epoch(job.epoch)
+                self._leave(job, ABORTED)
+            raise
 
     def _start(self, slot: Slot) -> None:
         """Put the first job of the queue on its cores, if all are free. Lock held."""

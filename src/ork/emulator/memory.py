@@ -72,10 +72,16 @@ class Domain:
 
     def __init__(self, number: int, soc: Soc, memory: Memory) -> None:
         self.number = number
-        self.space = IovaSpace(soc.iova_bytes // PAGE, soc.iova_reserved // PAGE)
+        self._pages = (soc.iova_bytes // PAGE, soc.iova_reserved // PAGE)
         self._memory = memory
+        self.forget()
         # Replaced as one object, never changed: cores look addresses up while other threads map and unmap.
         self._table: tuple[list[int], list[Buffer]] = ([], [])
+
+    def forget(self) -> None:
+        """Start with an empty page table, leaks and peak forgotten; nothing may be mapped."""
+        self.space = IovaSpace(*self._pages)
+        self.leaked = 0  # bytes of address space that are taken for good
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -104,12 +110,14 @@ class Domain:
         )
 
     def detach(self, buffer: Buffer, *, release: bool = True) -> None:
-        """Take the buffer's pages away; `release=False` leaks its address space, as the stock driver does."""
+        """Take the buffer's pages away; with `release=False` its address space leaks, as in the stock driver."""
         starts, buffers = self._table
         at = bisect.bisect_left(starts, buffer.iova)
         self._table = (starts[:at] + starts[at + 1 :], buffers[:at] + buffers[at + 1 :])
         if release:
             self.space.free(buffer.iova // PAGE, buffer.size // PAGE)
+        else:
+            self.leaked += buffer.size
 
     # --- the device's accesses ---
 

@@ -10,6 +10,7 @@ not seen by a CPU that holds the old line. Three models of that:
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LINE = 64  # bytes of a cache line
+HUGE_PAGE = 2 << 20
 Bytes = NDArray[np.uint8]
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -25,9 +27,14 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 def anonymous(size: int) -> mmap.mmap:
     """Zero bytes that cost nothing until they are touched. MemoryError when the system refuses."""
     try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"{size} bytes of buffer: {error}") from error
+    if size >= HUGE_PAGE:
+        # Weights are streamed through these buffers: in small pages filling and reading them is several times slower.
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class Pages:

@@ -89,6 +89,7 @@ class Rknpu:
             resets=self.jobs.resets,
             timeouts=self.jobs.timeouts,
             switches=self.switch.switches,
+            leaked_bytes=sum(domain.leaked for domain in self.memory.domains),
             live_buffers=len(live),
             live_bytes=sum(buffer.size for buffer in live),
             sram_free=self.memory.sram_free,
@@ -136,6 +137,7 @@ class Rknpu:
             for domain in self.memory.domains[1:]:
                 for buffer in domain.buffers:
                     self.memory.unmap(buffer)
+                domain.forget()
             self.switch.current = 0
 
     # --- memory ---
@@ -220,13 +222,11 @@ class Rknpu:
         if buffer.refs:
             return
         attached = any(self.switch.get(buffer.domain) for _ in range(DESTROY_ATTEMPTS))
-        leaks = not attached or buffer.domain != buffer.mapped_in
-        if leaks:
-            self.counts.leaked_bytes += buffer.size
-        if buffer.domain != buffer.mapped_in:
+        astray = buffer.domain != buffer.mapped_in
+        if astray:
             values = {"handle": buffer.handle, "recorded": buffer.domain, "mapped": buffer.mapped_in}
             self.report.add("import-leak", values=values)
-        self.memory.remove(buffer, leak=leaks)
+        self.memory.remove(buffer, leak=astray or not attached)
         self._offsets.pop(buffer.map_offset, None)
         self.counts.destroys += 1
         if attached:
@@ -247,12 +247,14 @@ class Rknpu:
             stats.syncs += 1
             stats.synced_bytes += size
             self.clock.ns += COST["sync"]
-        if flags & uabi.SYNC_TO_DEVICE:
-            pages.to_device(offset, size)
-        if flags & uabi.SYNC_FROM_DEVICE:
-            pages.from_device(offset, size)
-        with self.device.lock:
-            switch.put()
+        try:
+            if flags & uabi.SYNC_TO_DEVICE:
+                pages.to_device(offset, size)
+            if flags & uabi.SYNC_FROM_DEVICE:
+                pages.from_device(offset, size)
+        finally:
+            with self.device.lock:
+                switch.put()
 
     # --- imports ---
 
