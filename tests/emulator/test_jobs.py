@@ -337,6 +337,38 @@ def test_a_defect_of_the_emulator_is_not_swallowed(board: Board) -> None:
     assert board.kernel.switch_references == 0
 
 
+def test_an_interrupt_while_waiting_for_a_core(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = board.tasks()
+    gate = board.cores[0].act = Gate()
+    board.submit(array, flags=NONBLOCK)
+    gate.wait()
+
+    def interrupt(seconds: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(board.kernel.driver.device, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            board.submit(array)
+    gate.open.release()
+    idle(board)
+    board.cores[0].act = None
+    assert board.submit(array).task_counter == 1
+    assert board.kernel.switch_references == 0
+
+
+def test_closing_waits_for_what_is_queued(board: Board) -> None:
+    array = board.tasks()
+    gate = board.cores[0].act = Gate()
+    for _ in range(3):
+        board.submit(array, flags=NONBLOCK)
+        gate.open.release()
+    board.close()
+    assert len(board.cores[0].runs) == 3
+    assert board.kernel.switch_references == 0
+    board.fd = board.kernel.open(board.path)
+
+
 # --- NONBLOCK and several cores ---
 
 

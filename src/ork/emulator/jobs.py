@@ -11,107 +11,19 @@ from __future__ import annotations
 import errno
 import struct
 import threading
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 from ork.emulator.domains import Clock, Device, DomainSwitch
-from ork.emulator.memory import Buffer, Domain, Memory
+from ork.emulator.job import ABORTED, DONE, QUEUED, RUNNING, STUCK, Job, RunsTasks, Slot, widened
+from ork.emulator.memory import Memory
 from ork.emulator.report import Report
 from ork.npu.soc import Soc
 
-RESET_SLEEP_NS = 100_000_000  # what the driver sleeps before it resets; jobs that take longer are cut off
 _WORD = struct.Struct("<I")
+RESET_SLEEP_NS = 100_000_000  # what the driver sleeps before it resets; jobs that take longer are cut off
 REFUSED = -errno.EINVAL  # the submit fails at once, and nothing is stuck
 TASK_NS = 4_400  # floor of a chained task (measured), where the core gives no time
-
-QUEUED, RUNNING, STUCK, DONE, ABORTED = "queued", "running", "stuck", "done", "aborted"
-
-
-class Outcome(Protocol):
-    """What a core says of a run: tasks completed, interrupt bits, why it hangs (None: completed), simulated time.
-
-    `refused`: the emulator does not know what the chip would do.
-    """
-
-    @property
-    def tasks(self) -> int: ...
-    @property
-    def int_status(self) -> int: ...
-    @property
-    def hang(self) -> str | None: ...
-    @property
-    def hw_ns(self) -> int: ...
-    @property
-    def refused(self) -> bool: ...
-
-
-class RunsTasks(Protocol):
-    """One NPU core."""
-
-    def run(
-        self,
-        domain: Domain,
-        address: int,
-        amount: int,
-        task_number: int,
-        task_base: int = 0,
-        limit_ns: int | None = None,
-    ) -> Outcome: ...
-    def reset(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Part:
-    """One core's share: hardware submits of at most 4095 tasks, as (address, regcfg_amount, tasks)."""
-
-    core: int
-    pieces: list[tuple[int, int, int]]
-    int_mask: int  # of the last task: what the interrupt must raise
-    status_at: int  # offset of the last task's int_status in the task array
-    int_status: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    domain: int
-    parts: list[Part]
-    blocking: bool
-    timeout_ms: int
-    tasks_in: Buffer | None = None  # the task array, where int_status is written
-    task_base: int = 0
-    wedge: int = 0  # errno of a job that the chip accepts and never completes
-    state: str = QUEUED
-    tasks: int = 0  # completed
-    hw_ns: int = 0
-    started_ns: int = 0
-    epoch: int = 0
-    error: int = 0  # errno of a blocking submit
-    in_reset: bool = False  # a reset began while it ran
-    crash: BaseException | None = None  # a defect of the emulator, raised to the caller
-    slots: list[Slot] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Slot:
-    """A core, its queue, and the job on it."""
-
-    core: RunsTasks
-    queue: deque[Job] = field(default_factory=deque)
-    current: Job | None = None
-    work: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
-    worker: threading.Thread | None = None
-
-
-def widened(status: int) -> int:
-    """Interrupt bits come in pairs, one a register group; either stands for both."""
-    pairs = 0
-    for pair in (0x3, 0xC, 0x30, 0xC0, 0x300, 0xC00):
-        if status & pair:
-            pairs |= pair
-    return pairs
 
 
 class Jobs:
@@ -205,20 +117,26 @@ class Jobs:
     def _hand_over(self, slot: Slot, job: Job) -> None:
         if slot.worker is None:
             name = f"npu-core-{self.slots.index(slot)}"
-            slot.worker = threading.Thread(target=self._work, args=(slot,), name=name, daemon=True)
+            slot.work = SimpleQueue()
+            slot.worker = threading.Thread(target=self._work, args=(slot.work,), name=name, daemon=True)
             slot.worker.start()
         slot.work.put(job)
 
-    def _work(self, slot: Slot) -> None:
-        while (job := slot.work.get()) is not None:
+    def _work(self, work: SimpleQueue[Job | None]) -> None:
+        while (job := work.get()) is not None:
             self._execute(job)
 
     def stop(self) -> None:
-        """End the worker threads after what they have in hand."""
-        for slot in self.slots:
-            worker, slot.worker = slot.worker, None
+        """End the worker threads once every job is over or stuck."""
+        with self._device.lock:
+            while any(slot.current is not None and slot.current.state == RUNNING for slot in self.slots):
+                self._device.wait()
+            ended = [(slot.worker, slot.work) for slot in self.slots]
+            for slot in self.slots:
+                slot.worker = None
+        for worker, work in ended:
             if worker is not None:
-                slot.work.put(None)
+                work.put(None)
                 worker.join()
 
     # --- running ---

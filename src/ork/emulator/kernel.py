@@ -17,7 +17,7 @@ from typing import Any
 from ork.emulator.core import Core
 from ork.emulator.files import DmaBuf, DrmFile, File, HeapFile, OtherNode
 from ork.emulator.iova import PAGE
-from ork.emulator.jobs import RunsTasks
+from ork.emulator.job import RunsTasks
 from ork.emulator.memory import Buffer
 from ork.emulator.report import Report
 from ork.emulator.rknpu import Rknpu, Stats, oserror

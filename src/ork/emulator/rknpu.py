@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from ork.emulator.domains import Clock, Device, DomainSwitch
 from ork.emulator.files import DmaBuf, DrmFile
 from ork.emulator.iova import PAGE
-from ork.emulator.jobs import Job, Jobs, Part, RunsTasks
+from ork.emulator.job import Job, Part, RunsTasks
+from ork.emulator.jobs import Jobs
 from ork.emulator.memory import Buffer, Memory
 from ork.emulator.pages import WrongPages
 from ork.emulator.report import Report
