@@ -323,6 +323,22 @@ def test_blocks_that_are_not_modelled_are_refused_at_once(enable: int) -> None:
     only(board, "not-modelled")
 
 
+@ENGINES
+def test_a_submit_of_endless_words_is_refused(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ork.emulator.core.MAX_WORDS", 10_000)
+    board, registers = ready(engine)
+    raw = isa.assemble(registers)
+    long = np.concatenate([np.repeat(raw[:1], 4000), raw])
+    buffer = board.buffer(len(long) * 8)
+    amount = isa.fetch_amount(len(long) - 4)
+    long[-4], long[-3] = isa.word(0x0101, 0x10, buffer.iova), isa.word(0x0101, 0x14, amount)
+    buffer.cpu[: long.nbytes] = long.view(np.uint8)
+    outcome = board.core.run(board.domain, buffer.iova, len(long) - 4, 4095)
+    assert outcome.refused
+    assert outcome.tasks == 2
+    only(board, "work-limit")
+
+
 # --- reuse, overflow ---
 
 

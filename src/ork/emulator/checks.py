@@ -16,7 +16,7 @@ from ork.npu.isa import Precision
 from ork.npu.soc import Soc
 
 MAX_PIXELS: Final = 1 << 18  # of one program; what fits the data banks is far below
-MAX_OUTPUT: Final = 1 << 30  # bytes written by one program
+MAX_OUTPUT: Final = 1 << 28  # bytes written by one program
 MAX_WORK: Final = 1 << 35  # multiply-adds of one program; matmuls whose rows fit stay below 2**33
 
 _FLOATS = {Precision.FP16, Precision.BF16, Precision.FP32, Precision.TF32}

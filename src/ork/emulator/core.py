@@ -33,7 +33,9 @@ _TASK_NS: Final = 4400  # a chained program costs so much (measured) ...
 _WEIGHTS_PER_NS: Final = 10.8  # ... and its weights so many bytes a nanosecond (measured), or, if that takes longer,
 _MACS_PER_NS: Final = {4: 2048, 8: 1024, 16: 512}  # its multiply-adds by bits of an element (nominal peak of a core)
 _NOT_YET: Final = (0x18, 0x1D, 0x60, 0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
-_BASE_ADDRESS = 0x0010
+_BASE_ADDRESS: Final = 0x0010
+MAX_WORDS: Final = 1 << 23  # read one by one in one submit; 4095 programs of the usual length have less than 2**19
+_SHOWN: Final = 4  # words of the wrong target that a report lists
 _DONE: Final = (int(Interrupt.DPU_0), int(Interrupt.DPU_1))  # by the group that ran
 _MATMUL: Final = int(MATMUL)
 
@@ -83,6 +85,7 @@ class Core:
     def reset(self) -> None:
         """A soft reset: nothing was ever written."""
         self.groups = Groups()
+        self._parsed = 0
         self._features: _Loaded | None = None
         self._weights: _Loaded | None = None
 
@@ -104,6 +107,7 @@ class Core:
         self.groups.commit(self.index)
         # Whether the buffer's contents outlive a submit is unproven: here they don't.
         self._features = self._weights = None
+        self._parsed = 0
         at, fetched = address, fetch_amount(amount) & 0xFFFF
         try:
             for number in range(task_number):
@@ -149,11 +153,16 @@ class Core:
                 self._judged(domain, image.task, image.verdict, image.plan, places, outcome)
                 return image.following(words)
         stream = parse(words)
+        self._parsed += stream.length
+        if self._parsed > MAX_WORDS:
+            raise _Stop(Finding("work-limit", None, {"words": self._parsed}), refused=True)
         if stream.enable is None:
             rule = "missing-op-enable" if stream.writes or not outcome.tasks else "next-address"
             raise _Stop(Finding(rule, _BASE_ADDRESS, {"address": at, "words": len(words)}))
         if stream.strays:
-            self._add(Finding("word-target", None, {"words": " ".join(f"{words[i]:#018x}" for i in stream.strays)}))
+            self._add(
+                Finding("word-target", None, {"words": " ".join(f"{words[i]:#018x}" for i in stream.strays[:_SHOWN])})
+            )
         for write in stream.writes:
             self.groups.blocks[write.block].write(write.offset, write.value)
         self._enabled(domain, stream.enable, base, outcome)

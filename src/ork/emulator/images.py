@@ -19,6 +19,7 @@ from ork.npu.isa import ADDRESS_OFFSETS, MATMUL, REGISTERS, Words, mask_addresse
 from ork.npu.soc import Soc
 
 _KEPT: Final = 1024  # texts and tasks remembered, each
+_LONGEST: Final = 1024  # words of a remembered text; matmuls have about 112
 _BLOCKS: Final = ("CNA", "CORE", "DPU")
 _NEEDED: Final = {(REGISTERS[offset].block, offset) for offset in READS}
 _ADDRESSES: Final = (("CNA", FEATURES), ("CNA", WEIGHTS), ("DPU", OUTPUT))
@@ -94,6 +95,8 @@ class Images:
 
     def of(self, words: Words) -> Image | None:
         """The image of a fetched program; None if it has none."""
+        if len(words) > _LONGEST:
+            return None
         key = mask_addresses(words)
         try:
             return self._images[key]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from ork.npu.isa import BLOCKS, ENABLE_TARGET, MARKER_TARGET, NO_TARGETS, Words, split
 
 _OWNER: Final = {block.target: (name, block.base >> 12) for name, block in BLOCKS.items()}
@@ -34,17 +36,21 @@ class Stream:
     next_amount: int
     enable: int | None  # the blocks to start; None: no op-enable word was fetched
     strays: tuple[int, ...]  # indices of words whose target does not own their offset
+    length: int  # words looked at
 
 
 def parse(words: Words) -> Stream:
     """The writes of a fetched program in order. `words` u64[n]; never raises, whatever they hold."""
+    ends = np.flatnonzero(words >> 48 == ENABLE_TARGET)
+    if ends.size:
+        words = words[: ends[0] + 1]
     writes: list[Write] = []
     strays: list[int] = []
     next_index, next_amount = -1, 0
     for index, word in enumerate(words.tolist()):
         target, value, offset = split(word)
         if target == ENABLE_TARGET:
-            return Stream(tuple(writes), next_index, next_amount, value, tuple(strays))
+            return Stream(tuple(writes), next_index, next_amount, value, tuple(strays), len(words))
         block, page = _OWNER.get(target, ("", -1))
         if offset >> 12 != page:
             if target not in _QUIET:
@@ -55,4 +61,4 @@ def parse(words: Words) -> Stream:
             next_index = index
         elif offset == _NEXT_AMOUNT:
             next_amount = value & 0xFFFF  # the bits above mark multi-core sets and change nothing (executed)
-    return Stream(tuple(writes), next_index, next_amount, None, tuple(strays))
+    return Stream(tuple(writes), next_index, next_amount, None, tuple(strays), len(words))
