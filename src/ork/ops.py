@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ork import native
 from ork.devices.base import Device
-from ork.errors import PackDamaged
+from ork.errors import SourceError
 from ork.residency.stream import Stream, TensorSpec
 
 Array = native.Array
@@ -46,24 +46,25 @@ class Ops:
         self.source = stream.source
         self.device = device
         self.cache: native.KvCache | None = None
+        self.used: set[str] = set()  # names that the model asked for
         self._signs: dict[int, Array] = {}
 
     # --- weights: looked up once, when the model is built ----------------------------------------------------
 
     def vector(self, name: str, n: int) -> Array:
-        """A raw tensor of `n` f32 values: a norm's weight, a bias. Raises PackDamaged if it is not that."""
+        """A raw tensor of `n` f32 values: a norm's weight, a bias. Raises SourceError if it is not that."""
+        self.used.add(name)
         raw = self.source.raw(name)
         if raw.size != n:
-            raise PackDamaged(f"{name}: {raw.size} values where the model needs {n}: convert the model again")
+            raise SourceError(f"tensor {name}: {raw.size} values where the metadata asks for {n}")
         return Array.of(np.ascontiguousarray(raw, np.float32).reshape(1, n))
 
     def weight(self, name: str, N: int, K: int, bias: str | None = None) -> Weight:
         """The weight `name` of shape [N, K], with the bias vector `bias` if the model has one of that name."""
+        self.used.add(name)
         tensor = self.source.spec(name)
         if (tensor.N, tensor.K) != (N, K):
-            raise PackDamaged(
-                f"{name}: shape {tensor.N} x {tensor.K} where the model needs {N} x {K}: convert the model again"
-            )
+            raise SourceError(f"tensor {name}: shape {tensor.N} x {tensor.K} where the metadata asks for {N} x {K}")
         signs = self._sign_vector(K) if tensor.rotation else None
         return Weight(tensor, signs, self.vector(bias, N) if bias and bias in self.source else None)
 

@@ -16,6 +16,8 @@ from ork.quant.recipe import builtin
 from ork.sources.base import open_source
 from ork.sources.hub import home
 
+CONVERTER = 1  # counts the changes of what a conversion makes of the same source
+
 
 def is_pack(path: Path) -> bool:
     """Whether the file says of itself that it is a pack, or is named like one."""
@@ -51,7 +53,8 @@ def cached_pack(
         plain = "" if recipe.default.rotate or codec == "f32" else "-norotate"
         stem = path.stem if path.is_file() else path.name
         # The digest covers the headers; size and time of the files stand for the data, which is not read for a name.
-        stamp = xxhash.xxh3_64_hexdigest(repr((source.digest(), _stamps(path))).encode())
+        identity = (CONVERTER, source.digest(), _stamps(path))
+        stamp = xxhash.xxh3_64_hexdigest(repr(identity).encode())
         target = home() / "packs" / f"{stem}-{stamp}-{codec}{plain}.orkpack"
         if not target.exists():
             try:

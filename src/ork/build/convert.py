@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from ork import models, tiles
+from ork.build.check import check_model
 from ork.errors import SourceError, StorageError, UsageError
 from ork.pack.format import MAGIC
 from ork.pack.plan import PackPlan, RawPlan, TensorPlan
@@ -132,6 +133,7 @@ def convert(
     """
     _check_target(Path(target))
     plan = plan_pack(source, recipe)
+    check_model(plan, source)
     largest = max(
         (plan.layout(s.entry).n * t.shape[1] * 4 for t in plan.tensors for s in plan.entries(t.name)), default=0
     )

@@ -29,7 +29,7 @@ def check_architecture(arch: object) -> type[Llama] | type[Gemma3]:
 
 
 def build(ops: Ops) -> Model:
-    """The model that `ops.source` holds. Raises SourceError or PackDamaged naming what does not fit."""
+    """The model that `ops.source` holds. Raises SourceError or PackError naming what does not fit."""
     source = ops.source
     cls = check_architecture(source.metadata.get("general.architecture"))
     config = read_config(

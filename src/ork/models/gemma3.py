@@ -6,9 +6,14 @@ Norm weights are stored as 1 + w, as GGUF has them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ork.models.config import Config
 from ork.models.layers import Attention, Ends, FeedForward, Rows, make_rope
 from ork.ops import Array, Ops
+
+
+LAYERS_27B = 62  # the 27B scales attention by width / heads, and GGUF has no key for it
 
 
 class Block:
@@ -35,6 +40,8 @@ class Gemma3:
     local_base = 10000.0
 
     def __init__(self, ops: Ops, config: Config):
+        if config.layers == LAYERS_27B and "gemma3.attention.scale" not in ops.source.metadata:
+            config = replace(config, attention_scale=(config.width / config.heads) ** -0.5)
         self.ops, self.config = ops, config
         self.global_rope = make_rope(ops, config, halves=True)
         self.local_rope = make_rope(ops, config, halves=True, base=config.local_rope_base, factor=1.0)

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ork.errors import PackDamaged
+from ork.errors import SourceError
 from ork.models.config import Config
 from ork.ops import Array, Batch, Ops, Weight, inverse_frequencies
 
@@ -50,7 +50,7 @@ def make_rope(
     if "rope_freqs.weight" in ops.source:
         divisors = ops.vector("rope_freqs.weight", len(freqs)).numpy()[0].tolist()
         if min(divisors) <= 0:
-            raise PackDamaged("rope_freqs.weight: a divisor is not positive: the model's source is damaged")
+            raise SourceError("rope_freqs.weight: a divisor is not positive: the model's source is damaged")
         freqs = [f / d for f, d in zip(freqs, divisors)]
     return Rope(freqs, halves)
 
