@@ -34,15 +34,19 @@ test-native: env
 	build/native-tests/test_kernels
 
 test-arm: test-native
-	bash tests/arm.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh tests/arm.sh
 
 test-slow: env
-	$(BIN)/python -m pytest -m slow
+	ORK_VOCABS=$$($(BIN)/python tests/text/fetch_vocabs.py) $(BIN)/python -m pytest -m slow
 
 bench: env
 	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/startup.py
+	$(BIN)/python bench/driver.py
+	$(BIN)/python bench/peers.py --setup
 	$(BIN)/python bench/peers.py
+	$(BIN)/python bench/llamacpp_logits.py
+	$(BIN)/python bench/quality_i8.py
 
 goldens:
 	$(PYTHON) -m venv build/goldens

@@ -12,7 +12,6 @@ from ork.models.config import Config
 from ork.models.layers import Attention, Ends, FeedForward, Rows, make_rope
 from ork.ops import Array, Ops
 
-
 LAYERS_27B = 62  # the 27B scales attention by width / heads, and GGUF has no key for it
 
 
