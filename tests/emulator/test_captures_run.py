@@ -16,12 +16,16 @@ import numpy as np
 import pytest
 
 from ork.npu import isa
+from ork.npu.disasm import disassemble
 from tests.emulator.programs import FP16, INT4, INT8, UNCACHED, Array, Board, cube, from_cube, nibbles, stored_kernels
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("ORK_CAPTURES", ROOT / "../shared/captures"))
 FILES = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
 FOLDS = [name for name in FILES if name.startswith("i8_fold_")]
+CONVOLUTIONS = [
+    n for n in FILES if n.startswith("f16_conv_live_") and not any(x in n for x in ("rerun", "sweep", "live_c32_h14"))
+]
 ENGINES = pytest.mark.parametrize("engine", ["literal", "fast"])
 pytestmark = pytest.mark.skipif(not FILES, reason="no captured programs: ORK_CAPTURES names their folder")
 
@@ -137,3 +141,45 @@ def test_fp16_graph(engine: str) -> None:
     surfaces = C.reshape(8, 8, 8).transpose(1, 0, 2)
     for surface, result in zip(surfaces[:4], (0xFFFF0680, 0xFFFF0700, 0xFFFF0780, 0xFFFF0800)):
         assert np.array_equal(at(result, 128).view("<f2"), conv_8(surface, second).astype(np.float16))
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS or ["none"])
+def test_fp16_convolutions(name: str) -> None:
+    """A vendor's convolutions, kernels 1x1 and 3x3, as it cuts them into row tiles for one core: the chain that its
+    buffer begins with, at its own addresses."""
+    about, words = load(name)
+    tasks = about["tasks"]
+    programs = next(i for i, task in enumerate(tasks) if task["regcfg_amount"] != 108)
+    address = int(tasks[0]["regcmd_addr"], 16)
+    first = {line.offset: line.value for line in disassemble(words[:112])}
+    W, C, N = first[0x1020] >> 16, first[0x1024] & 0xFFFF, first[0x1038] & 0x3FFF
+    kernel_w, kernel_h = first[0x1038] >> 24, first[0x1038] >> 16 & 0x1F
+    H = ((first[0x1080] + 4 * W) & 0xFFFFFFF) // W
+    out_w, out_h, out_pitch = W - kernel_w + 1, H - kernel_h + 1, first[0x4024]
+
+    board = Board("fast")
+    memory = board.memory.create(1, 32 << 20, UNCACHED, 0)
+
+    def at(where: int, size: int) -> Array:
+        return memory.cpu[where - memory.iova :][:size]
+
+    rng = np.random.default_rng(0)
+    image = rng.integers(-2, 3, (C, H, W)).astype(np.float16)
+    kernels = rng.integers(-2, 3, (N, C, kernel_h, kernel_w)).astype(np.float16)
+    cubed = np.ascontiguousarray(image.reshape(C // 8, 8, H, W).transpose(0, 2, 3, 1))
+    blocks = [kernels[n : n + 16, c : c + 32].transpose(2, 3, 0, 1) for n in range(0, N, 16) for c in range(0, C, 32)]
+    stored = np.concatenate([block.reshape(-1) for block in blocks])
+    for where, data in ((first[0x1070], cubed), (first[0x1110], stored), (address, words)):
+        at(where, data.nbytes)[:] = data.view(np.uint8).reshape(-1)
+    outcome = board.core.run(board.domain, address, 108, programs)
+    assert (outcome.hang, outcome.tasks) == (None, programs)
+    assert not board.report.violations
+
+    want = np.zeros((N, out_h, out_w))
+    for y in range(kernel_h):
+        for x in range(kernel_w):
+            window = image[:, y : y + out_h, x : x + out_w].astype(np.float64).reshape(C, -1)
+            want += (kernels[:, :, y, x].astype(np.float64) @ window).reshape(want.shape)
+    surfaces = at(first[0x4020], N // 8 * out_pitch).reshape(-1, out_pitch)[:, : out_h * out_w * 16]
+    got = np.ascontiguousarray(surfaces).view("<f2").reshape(N // 8, out_h, out_w, 8)
+    assert np.array_equal(got.transpose(0, 3, 1, 2).reshape(want.shape), want.astype(np.float16))
