@@ -108,7 +108,7 @@ CASES = [
 APART = {  # rules whose programs have tests of their own below or elsewhere
     *("missing-op-enable", "next-address", "task-count", "word-target", "rdma-unconfigured", "op-enable-mask"),
     *("weight-reuse", "data-reuse", "data-reuse-used", "int16-overflow", "int32-overflow", "address-alignment"),
-    "unmapped-address",
+    *("unmapped-address", "chain-time"),
 }
 
 
@@ -280,6 +280,24 @@ def test_unaligned_address_is_dropped_to_its_atom(engine: str) -> None:
     board, registers = ready(engine)
     assert board.run([{**registers, 0x1070: registers[0x1070] + 4}]).hang is None
     assert only(board, "address-alignment").register == "CNA.FEATURE_DATA_ADDR"
+
+
+@ENGINES
+def test_unaligned_program_is_fetched_from_its_atom(engine: str) -> None:
+    board, registers = ready(engine)
+    assert board.core.run(board.domain, board.chain([registers]) + 8, len(registers), 1).hang is None
+    assert only(board, "address-alignment").register == "PC.BASE_ADDRESS"
+
+
+@ENGINES
+def test_a_chain_that_takes_too_long_is_cut_off(engine: str) -> None:
+    board, registers = ready(engine)
+    address = board.chain([registers] * 9)
+    outcome = board.core.run(board.domain, address, len(registers), 9, limit_ns=20_000)
+    assert outcome.tasks == 5
+    assert outcome.hang
+    assert not outcome.refused
+    assert only(board, "chain-time").values["limit_ns"] == 20_000
 
 
 @ENGINES

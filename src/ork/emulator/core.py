@@ -108,7 +108,9 @@ class Core:
         # Whether the buffer's contents outlive a submit is unproven: here they don't.
         self._features = self._weights = None
         self._parsed = 0
-        at, fetched = address, fetch_amount(amount) & 0xFFFF
+        at, fetched = address & fetch.WINDOW & ~15, fetch_amount(amount) & 0xFFFF
+        if at != address:
+            self._add(Finding("address-alignment", _BASE_ADDRESS, {"address": address}))
         try:
             for number in range(task_number):
                 self.report.at_program(number)
@@ -128,7 +130,8 @@ class Core:
                     outcome.hang = RULES["task-count"].text
                     return outcome
                 if limit_ns is not None and outcome.hw_ns > limit_ns:
-                    outcome.hang = f"the chain is not done after {limit_ns} ns"
+                    self._add(Finding("chain-time", None, {"hw_ns": outcome.hw_ns, "limit_ns": limit_ns}))
+                    outcome.hang = RULES["chain-time"].text
                     return outcome
         finally:
             self.report.at_program(None)

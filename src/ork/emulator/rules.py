@@ -48,6 +48,7 @@ _TABLE: Final[tuple[tuple[str, Severity, Effect, str, str], ...]] = (
     ("missing-op-enable", _E, _HANG, "measured", "no op-enable word (0081:0008) in the fetched words: nothing starts"),
     ("next-address", _E, _HANG, "measured", "PC.BASE_ADDRESS of the trailer does not lead to the next program"),
     ("task-count", _E, _HANG, "measured", "the submit counts more tasks than the chain has programs"),
+    ("chain-time", _E, _HANG, "kernel", "the chain takes longer than the submit allows, in simulated time"),
     ("op-enable-mask", _E, _HANG, "measured", "the enabled blocks wait for blocks that are not enabled"),
     ("word-target", _U, _NONE, "unproven", "a word's target does not own its register: the word is ignored"),
     (
