@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ork import models
 from ork.build.cache import cached_pack
 from ork.build.convert import DEFAULT_MAX_RAM
-from ork.devices.cpu import CpuDevice
+from ork.devices.choose import open_device
 from ork.engine.sampling import SamplingParams
 from ork.engine.session import Engine, Session, Stats
 from ork.errors import UsageError
@@ -26,19 +26,32 @@ from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
-DEVICES = ("auto", "cpu")
 
 
 class LoadedModel:
     """A model in memory with its tokenizer. `close` lets the pack go; also a context manager."""
 
     def __init__(
-        self, pack: Pack, *, device: str, threads: int | None, context: int | None, kv: str | None, sequences: int = 1
+        self,
+        pack: Pack,
+        *,
+        device: str,
+        threads: int | None,
+        context: int | None,
+        kv: str | None,
+        sequences: int = 1,
+        min_rows: int | None = None,
     ):
-        if device not in DEVICES:
-            raise UsageError(f"--device {device}: known are {', '.join(DEVICES)}")
         self.pack = pack
-        self.device = CpuDevice(threads)
+        self.device, self.device_reason = open_device(device, threads=threads, min_rows=min_rows)
+        try:
+            self._build(context, kv, sequences)
+        except BaseException:
+            self.device.close()
+            raise
+
+    def _build(self, context: int | None, kv: str | None, sequences: int) -> None:
+        pack = self.pack
         self.source = PackSource(pack)
         self.stream = Stream(self.source, self.device)
         ops = Ops(self.stream, self.device)
@@ -82,6 +95,7 @@ class LoadedModel:
 
     def close(self) -> None:
         self.stream.close()
+        self.device.close()
         self.pack.close()
 
     def __enter__(self) -> LoadedModel:
@@ -149,6 +163,7 @@ def load(
     n_ctx: int | None = None,
     kv: str | None = None,
     sequences: int = 1,
+    min_rows: int | None = None,
     max_ram: int = DEFAULT_MAX_RAM,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
@@ -157,4 +172,12 @@ def load(
     `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
     """
     pack = cached_pack(Path(path), codec=codec, rotate=rotate, max_ram=max_ram, progress=progress)
-    return LoadedModel(Pack.open(pack), device=device, threads=threads, context=n_ctx, kv=kv, sequences=sequences)
+    return LoadedModel(
+        Pack.open(pack),
+        device=device,
+        threads=threads,
+        context=n_ctx,
+        kv=kv,
+        sequences=sequences,
+        min_rows=min_rows,
+    )

@@ -78,7 +78,8 @@ class Ops:
     def embed(self, table: Weight, tokens: npt.NDArray[np.int32]) -> Array:
         """Rows [M, K] of the embedding: row n un-tiled, scaled, rotated back."""
         with self.stream.stream(table.tensor) as handles:
-            return native.gather(handles, tokens, table.K, table.N, table.signs, table.block)
+            slices = [self.device.host(h) for h in handles]
+            return native.gather(slices, tokens, table.K, table.N, table.signs, table.block)
 
     def linear(self, x: Array, *weights: Weight) -> list[Array]:
         """x @ W for weights that read the same rows; the rows are quantised (and rotated) once for all that agree."""

@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
             path, codec=args.codec, rotate=True, max_ram=DEFAULT_MAX_RAM, progress=progress, announce=say
         )
     need = max(args.n_prompt, args.n_gen)
-    with api.LoadedModel(Pack.open(pack), device=args.device, threads=args.threads, context=need, kv=None) as model:
+    with api.LoadedModel(
+        Pack.open(pack), device=args.device, threads=args.threads, context=need, kv=None, min_rows=args.min_rows
+    ) as model:
         results = []
         if args.n_prompt:
             results.append(bench.prefill(model.engine, args.n_prompt, args.repetitions))

@@ -46,7 +46,13 @@ def add_model(sub: argparse.ArgumentParser) -> None:
 
 
 def add_device(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--device", default="auto", choices=("auto", "cpu"), help="where to compute (default: auto)")
+    sub.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "emu", "rk3588", "hybrid"),
+        help="auto (default): hybrid on a board, else cpu; emu: the chip in software; hybrid: NPU for many rows",
+    )
+    sub.add_argument("--min-rows", type=int, metavar="N", help="rows from which hybrid uses the NPU (default: 32)")
     sub.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the physical, big cores)")
 
 

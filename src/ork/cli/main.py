@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -46,6 +47,7 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 2 an error that was explained, 130 interrupted."""
     _standard_streams()
+    warnings.showwarning = _warn  # type: ignore[assignment]  # it needs the message alone
     try:
         args = parser().parse_args(argv)
         code = importlib.import_module(f"ork.cli.{args.command}").run(args)
@@ -64,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             _drop_output()
         return _explain(f"{error.filename or 'standard output'}: {error.strerror or error}", 2)
+
+
+def _warn(message: Warning | str, *_: object) -> None:
+    _explain(f"warning: {message}", 0)
 
 
 def _explain(text: str, code: int) -> int:

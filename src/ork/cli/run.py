@@ -108,7 +108,9 @@ def _load(args: argparse.Namespace) -> Iterator[LoadedModel]:
     if args.verify:
         with progress_bar("verifying") as progress:
             pack.verify(progress)
-    with LoadedModel(pack, device=args.device, threads=args.threads, context=args.context, kv=args.kv) as model:
+    with LoadedModel(
+        pack, device=args.device, threads=args.threads, context=args.context, kv=args.kv, min_rows=args.min_rows
+    ) as model:
         yield model
 
 
@@ -182,6 +184,8 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
         "decode_tok_s": round(stats.decode_rate, 2),
         "end": stats.reason,
         "device": model.device.name,
+        "device_reason": model.device_reason,
+        **npu_facts(model),
         "isa": model.device.isa,
         "threads": model.device.threads,
         "kv": model.kv,
@@ -193,12 +197,34 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
     if args.json:
         print(json.dumps({"text": answer, **facts}))
         return
+    npu = npu_facts(model)
+    if npu:
+        say(", ".join(f"{key} {value}" for key, value in npu.items()))
+    device = f"{model.device.name} ({model.device.isa}, {model.device.threads} threads; {model.device_reason})"
+    weights = f"{size_text(model.stream.placed_bytes)} {'copied to NPU memory from' if npu else 'in place in'}"
     say(
         f"prefill {stats.prompt_tokens} tokens at {stats.prefill_rate:.1f} tok/s, decode {stats.new_tokens} at "
-        f"{stats.decode_rate:.1f} tok/s, ended by {stats.reason}; {model.device.name} ({model.device.isa}, "
-        f"{model.device.threads} threads); weights {size_text(model.stream.placed_bytes)} in place in "
-        f"{model.pack.path}; KV {size_text(kv)} {model.kv}; peak RSS {size_text(peak)}"
+        f"{stats.decode_rate:.1f} tok/s, ended by {stats.reason}; {device}; weights {weights} {model.pack.path}; "
+        f"KV {size_text(kv)} {model.kv}; peak RSS {size_text(peak)}"
     )
+
+
+def npu_facts(model: LoadedModel) -> dict[str, int]:
+    """What the NPU did, if the device has one."""
+    from ork.devices.npu import NpuDevice
+
+    device = model.device
+    if not isinstance(device, NpuDevice):
+        return {}
+    counters = device.npu.counters
+    return {
+        "npu_ops": device.npu_ops,
+        "cpu_ops": device.cpu_ops,
+        "failed_ops": device.failed_ops,
+        "submits": sum(counters.submits),
+        "programs": sum(counters.programs),
+        "npu_resets": counters.resets,
+    }
 
 
 def len_context(stats: Stats) -> int:

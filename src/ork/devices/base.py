@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +43,8 @@ class Device(Protocol):
     """Holds slices and multiplies rows with them. All results are equal to the last bit on every device."""
 
     name: str
+    threads: int
+    isa: str
 
     def place(
         self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0, slot: int | None = None
@@ -49,13 +52,16 @@ class Device(Protocol):
 
     def free(self, handle: Handle) -> None: ...
 
+    def host(self, handle: Handle) -> native.Slice:
+        """The slice as the host's kernels see it, for embedding look-ups."""
+
     def linear(
         self,
-        handles: list[Handle],
+        handles: Sequence[Handle],
         x: native.Array,
         rows: native.QuantisedRows | None,
-        outs: list[native.Array],
-        biases: list[native.Array | None],
+        outs: Sequence[native.Array],
+        biases: Sequence[native.Array | None],
     ) -> None:
         """outs[i][:, n0:n1] = x @ slice i (+ biases[i]); `rows` is x quantised, needed by quantised codecs."""
 
@@ -66,3 +72,6 @@ class Device(Protocol):
         """Returns when everything submitted is done."""
 
     def capacity(self) -> Capacity: ...
+
+    def close(self) -> None:
+        """Gives everything back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,13 +71,16 @@ class CpuDevice:
     def free(self, handle: native.Slice) -> None:
         """Nothing to give back: the slice lies in the mapped pack."""
 
+    def host(self, handle: native.Slice) -> native.Slice:
+        return handle
+
     def linear(
         self,
-        handles: list[native.Slice],
+        handles: Sequence[native.Slice],
         x: native.Array,
         rows: native.QuantisedRows | None,
-        outs: list[native.Array],
-        biases: list[native.Array | None],
+        outs: Sequence[native.Array],
+        biases: Sequence[native.Array | None],
     ) -> None:
         native.linear(x, rows, handles, outs, biases)
 
@@ -91,3 +95,6 @@ class CpuDevice:
 
     def capacity(self) -> Capacity:
         return Capacity(domains=1, bytes_per_domain=0)
+
+    def close(self) -> None:
+        """Nothing was allocated."""

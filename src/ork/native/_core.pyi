@@ -1,5 +1,7 @@
 """What `bind.cpp` exports, for the type checker; sections as there."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -65,6 +67,7 @@ class Slice:
 
     n0: int
     n: int
+    scales_address: int
     def __init__(self, codec: int, codes: int, scales: int, Kp: int, ks: int, n0: int, n: int) -> None: ...
 
 class Batch:
@@ -86,17 +89,22 @@ class KvCache:
     def block_bytes(self) -> int: ...
 
 def linear(
-    x: Array, rows: QuantisedRows | None, slices: list[Slice], outs: list[Array], biases: list[Array | None]
+    x: Array,
+    rows: QuantisedRows | None,
+    slices: Sequence[Slice],
+    outs: Sequence[Array],
+    biases: Sequence[Array | None],
 ) -> None: ...
 def accumulate(rows: QuantisedRows, slice: Slice, out: npt.NDArray[np.int32]) -> None: ...
 def accumulate_at(a: int, pitch: int, M: int, K: int, w: int, N: int, out: int, out_pitch: int) -> None:
-    """Exact sums i32 [M, N] at address `out` (rows `out_pitch` elements apart) of int8 rows [M, K] at `a` (`pitch` bytes
-    apart) with a weight block [N/32][K/32][32][32] at `w`: for the emulator, which checks the addresses."""
+    """Exact sums i32 [M, N] at `out`, rows `out_pitch` elements apart, of int8 rows [M, K] at `a`, `pitch` bytes
+    apart, with a weight block [N/32][K/32][32][32] at `w`: for the emulator, which checks the addresses."""
 
-def scale_sums(
-    parts: list[int], pitch: int, rows: QuantisedRows, slice: Slice, out: Array, bias: Array | None
-) -> None:
+def scale_sums(parts: list[int], pitch: int, rows: QuantisedRows, slice: Slice, out: Array, bias: Array | None) -> None:
     """What `linear` does with its sums, for i32 [M, n] at the addresses `parts`, which are added up first."""
+
+def copy_codes(rows: QuantisedRows, to: int) -> None:
+    """Copies the int8 rows [rows, width] to an address that the caller owns."""
 
 def quantise(x: Array, signs: Array | None, block: int) -> QuantisedRows: ...
 def rotate(x: npt.NDArray[np.float32], signs: Array, block: int, inverse: bool = False) -> None: ...

@@ -190,6 +190,7 @@ void bind_kernels(nb::module_& m) {
     nb::class_<Slice>(m, "Slice")
         .def_ro("n0", &Slice::n0)
         .def_ro("n", &Slice::n)
+        .def_prop_ro("scales_address", [](const Slice& s) { return (uintptr_t)s.scales; })
         .def("__init__", [](Slice* self, int codec, uintptr_t codes, uintptr_t scales, int64_t Kp, int64_t ks, int32_t n0, int32_t n) {
         require((codec == 0 || codec == 1) && codes && codes % 64 == 0 && scales % 64 == 0 && (scales || codec == 0), "codec or alignment");
         require(Kp > 0 && Kp <= MAX_DIM && Kp % 32 == 0 && ks > 0 && ks % 32 == 0 && Kp % ks == 0 && n0 >= 0 && n > 0 && n % 64 == 0, "slice shape");
@@ -239,6 +240,7 @@ void bind_kernels(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         op_scale_sums(p, pitch, rows.view(), s.scales, s.n0, s.n, out.mat(), bias ? bias->mat().data : nullptr);
     }, nb::arg("parts"), nb::arg("pitch"), nb::arg("rows"), nb::arg("slice"), nb::arg("out"), nb::arg("bias").none());
+    m.def("copy_codes", [](const QuantisedRows& rows, uintptr_t to) { std::memcpy((void*)to, rows.codes, (size_t)(rows.M * rows.Kp)); });
     m.def("quantise", [](const Array& x, const Array* signs, int64_t block) {
         const Rotation r = rotation_of(signs, block, x.cols);
         auto q = std::make_unique<QuantisedRows>(x.rows, (x.cols + 31) / 32 * 32);

@@ -1,0 +1,299 @@
+"""The NPU: int8 slices in its memory, products as programs, sums scaled on the host so that the bits equal the CPU's.
+
+f16 and f32 tensors are computed on the CPU whatever the device. `hybrid` leaves ops with few rows to the CPU too, from
+the same mapped slices. A submit that fails for good is answered by the CPU device, with a warning, and counted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ork import native
+from ork.devices.base import Capacity, SliceSpec
+from ork.devices.cpu import CpuDevice
+from ork.errors import NpuError, SubmitFailed
+from ork.npu.buffers import DmaBuffer
+from ork.npu.driver import Npu, Prepared
+from ork.npu.jobs import Int8Job
+
+MIN_ROWS = 32  # below, a submit costs more than the CPU's product (published: M = 16 loses, 32 wins)
+INPUT_BYTES = 16 << 20  # scratch per domain: quantised rows
+OUTPUT_BYTES = 64 << 20  # and int32 sums
+LINE = 64  # outputs of programs that run at once share no cache line
+SPREAD_MACS = 64 << 20  # from here on an op is cut up for all cores; smaller ones are one chain on one core
+PLANS = 1024  # prepared ops that are kept; each row count of each op is one
+
+
+@dataclass(slots=True, eq=False)
+class NpuHandle:
+    """A slice in NPU memory, and the same slice as the host sees it in the mapped pack."""
+
+    spec: SliceSpec
+    host: native.Slice
+    weights: DmaBuffer | None  # None: a codec that only the CPU computes
+    scales: int = 0  # address of the channel scales, on the host
+    columns: int = 0
+
+
+@dataclass(slots=True)
+class _Part:
+    """Columns of a slice whose sums lie together: for each K slice one block [M][n]."""
+
+    handle: int  # index into the op's handles
+    scaled: native.Slice  # these columns' scales, where they go in the output
+    sums: list[int] = field(default_factory=list)  # addresses of the blocks
+
+
+@dataclass(slots=True)
+class _Plan:
+    """An op prepared for one row count: chains ready to run, and where their sums will be."""
+
+    handles: list[NpuHandle]  # kept: a plan dies with its slices
+    domain: int
+    chains: list[Prepared]
+    parts: list[_Part]
+    out_bytes: int
+
+
+class _Scratch:
+    """Rows and sums of one domain."""
+
+    def __init__(self, npu: Npu, domain: int):
+        self.rows = npu.buffer(INPUT_BYTES, domain=domain)
+        self.sums = npu.buffer(OUTPUT_BYTES, domain=domain)
+        self.rows_at = self.rows.array.ctypes.data
+        self.sums_at = self.sums.array.ctypes.data
+
+
+class NpuDevice:
+    """int8 products on the NPU behind `npu`, all else on `cpu`, and ops with fewer than `min_rows` rows too."""
+
+    def __init__(self, npu: Npu, cpu: CpuDevice, *, name: str, min_rows: int = 1):
+        self.npu = npu
+        self.cpu = cpu
+        self.name = name
+        self.min_rows = min_rows
+        self.threads = cpu.threads
+        self.isa = cpu.isa
+        self.failed_ops = 0
+        self.cpu_ops = 0
+        self.npu_ops = 0
+        self._scratch: dict[int, _Scratch] = {}
+        self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
+
+    # --- slices ------------------------------------------------------------------------------------------------
+
+    def place(
+        self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0, slot: int | None = None
+    ) -> NpuHandle:
+        """Copies the codes into a buffer of `domain`; scales stay in the blob, which the caller keeps alive.
+
+        Raises NpuError when the domain has no room.
+        """
+        host = self.cpu.place(spec, blob)
+        if spec.codec != "i8":
+            return NpuHandle(spec, host, None)
+        nbytes = host.n * spec.Kp
+        weights = self.npu.buffer(nbytes, domain=domain)
+        with weights.fill(0, nbytes) as target:
+            np.frombuffer(target, np.uint8)[:] = blob[:nbytes]
+        return NpuHandle(spec, host, weights, host.scales_address, host.n)
+
+    def free(self, handle: NpuHandle) -> None:
+        """Gives the slice's memory back, with every plan that reads it."""
+        if handle.weights is None:
+            return
+        for key in [k for k, plan in self._plans.items() if any(h is handle for h in plan.handles)]:
+            self._drop(self._plans.pop(key))
+        handle.weights.free()
+        handle.weights = None
+
+    def host(self, handle: NpuHandle) -> native.Slice:
+        return handle.host
+
+    # --- products ----------------------------------------------------------------------------------------------
+
+    def linear(
+        self,
+        handles: Sequence[NpuHandle],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: Sequence[native.Array],
+        biases: Sequence[native.Array | None],
+    ) -> None:
+        if rows is None or x.rows < self.min_rows or handles[0].weights is None:
+            self._on_cpu(handles, x, rows, outs, biases)
+            return
+        for first, last in self._groups(handles, rows.rows):
+            part = slice(first, last)
+            try:
+                self._on_npu(handles[part], rows, outs[part], biases[part])
+                self.npu_ops += 1
+            except SubmitFailed as error:
+                self.failed_ops += 1
+                warnings.warn(
+                    f"the NPU did not answer ({error}); the CPU computes instead", RuntimeWarning, stacklevel=2
+                )
+                self._on_cpu(handles[part], x, rows, outs[part], biases[part])
+
+    def accumulators(self, handle: NpuHandle, a8: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
+        """The NPU's own sums. Raises SubmitFailed rather than fall back."""
+        rows = native.QuantisedRows.of(np.ascontiguousarray(a8))
+        plan = self._run([handle], rows)
+        sums = np.zeros((rows.rows, handle.columns), np.int32)
+        base = self._scratch[plan.domain].sums_at
+        memory = self._scratch[plan.domain].sums.array
+        for part in plan.parts:
+            n0 = part.scaled.n0 - handle.spec.n0
+            for address in part.sums:
+                count = rows.rows * part.scaled.n * 4
+                block = memory[address - base : address - base + count].view(np.int32)
+                sums[:, n0 : n0 + part.scaled.n] += block.reshape(rows.rows, -1)
+        return sums
+
+    def fence(self) -> None:
+        """Every call returns when it is done."""
+
+    def capacity(self) -> Capacity:
+        return Capacity(domains=self.npu.soc.domains, bytes_per_domain=self.npu.soc.iova_bytes)
+
+    def close(self) -> None:
+        """Frees what the device allocated and closes the node."""
+        for plan in self._plans.values():
+            self._drop(plan)
+        self._plans.clear()
+        self._scratch.clear()
+        self.npu.close()
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _on_cpu(
+        self,
+        handles: Sequence[NpuHandle],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: Sequence[native.Array],
+        biases: Sequence[native.Array | None],
+    ) -> None:
+        self.cpu_ops += 1
+        native.linear(x, rows, [h.host for h in handles], list(outs), list(biases))
+
+    def _groups(self, handles: Sequence[NpuHandle], M: int) -> list[tuple[int, int]]:
+        """Runs of handles of one domain whose sums fit the scratch together."""
+        groups, first, used = [], 0, 0
+        for i, h in enumerate(handles):
+            need = _out_bytes(h, M)
+            if need > OUTPUT_BYTES:
+                raise NpuError(f"{h.spec.tensor}: sums of {M} rows exceed the scratch of {OUTPUT_BYTES >> 20} MiB")
+            if i > first and (used + need > OUTPUT_BYTES or _domain(h) != _domain(handles[first])):
+                groups.append((first, i))
+                first, used = i, 0
+            used += need
+        groups.append((first, len(handles)))
+        return groups
+
+    def _on_npu(
+        self,
+        handles: Sequence[NpuHandle],
+        rows: native.QuantisedRows,
+        outs: Sequence[native.Array],
+        biases: Sequence[native.Array | None],
+    ) -> None:
+        plan = self._run(handles, rows)
+        for part in plan.parts:
+            native.scale_sums(part.sums, part.scaled.n, rows, part.scaled, outs[part.handle], biases[part.handle])
+
+    def _run(self, handles: Sequence[NpuHandle], rows: native.QuantisedRows) -> _Plan:
+        """Copies the rows in, runs the op's chains, and makes their sums visible to the host."""
+        plan = self._plan(handles, rows.rows)
+        scratch = self._scratch[plan.domain]
+        nbytes = rows.rows * rows.width
+        native.copy_codes(rows, scratch.rows_at)
+        scratch.rows.sync_to_device(0, nbytes)
+        if len(plan.chains) == 1:
+            self.npu.submit(plan.chains[0].chain)
+        else:
+            self.npu.run([c.chain for c in plan.chains])
+        scratch.sums.sync_from_device(0, plan.out_bytes)
+        return plan
+
+    def _plan(self, handles: Sequence[NpuHandle], M: int) -> _Plan:
+        key = (M, *map(id, handles))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._prepare(list(handles), M)
+            self._plans[key] = plan
+            if len(self._plans) > PLANS:
+                self._drop(self._plans.popitem(last=False)[1])
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+    def _prepare(self, handles: list[NpuHandle], M: int) -> _Plan:
+        domain, Kp = _domain(handles[0]), handles[0].spec.Kp
+        scratch = self._scratch.get(domain)
+        if scratch is None:
+            scratch = self._scratch[domain] = _Scratch(self.npu, domain)
+        if M * Kp > INPUT_BYTES:
+            raise NpuError(f"{M} rows of {Kp} bytes exceed the scratch of {INPUT_BYTES >> 20} MiB: use a smaller chunk")
+        spread = M * Kp * sum(h.columns for h in handles) >= SPREAD_MACS
+        pieces = -(-self.npu.soc.cores // len(handles)) if spread else 1
+        jobs: list[Int8Job] = []
+        parts: list[_Part] = []
+        at = 0
+        for index, h in enumerate(handles):
+            assert h.weights is not None
+            ks = min(h.spec.ks, Kp)
+            for n0, n1 in _cut(h.columns, pieces):
+                n = n1 - n0
+                scaled = native.Slice(1, h.scales, h.scales + 4 * n0, Kp, ks, h.host.n0 + n0, n)
+                part = _Part(index, scaled)
+                for k0 in range(0, Kp, ks):
+                    # within a K slice the tiles of 32 columns follow each other
+                    weights_offset = k0 * h.columns + n0 * ks
+                    jobs.append(
+                        Int8Job(
+                            scratch.rows,
+                            h.weights,
+                            scratch.sums,
+                            M,
+                            ks,
+                            n,
+                            a_offset=k0,
+                            a_pitch=Kp,
+                            weights_offset=weights_offset,
+                            out_offset=at,
+                        )
+                    )
+                    part.sums.append(scratch.sums_at + at)
+                    at += -(-M * n * 4 // LINE) * LINE
+                parts.append(part)
+        chains = [self.npu.prepare([job]) for job in jobs] if spread else [self.npu.prepare(jobs)]
+        return _Plan(handles, domain, chains, parts, at)
+
+    def _drop(self, plan: _Plan) -> None:
+        for prepared in plan.chains:
+            prepared.free()
+
+
+def _domain(handle: NpuHandle) -> int:
+    return handle.weights.domain if handle.weights is not None else 0
+
+
+def _out_bytes(handle: NpuHandle, M: int) -> int:
+    slices = handle.spec.Kp // min(handle.spec.ks, handle.spec.Kp)
+    return slices * (M * handle.columns * 4 + LINE * 4)
+
+
+def _cut(columns: int, pieces: int) -> list[tuple[int, int]]:
+    """[0, columns) in at most `pieces` runs of whole 64s."""
+    units = columns // 64
+    edges = sorted({64 * (units * i // pieces) for i in range(pieces + 1)})
+    return list(pairwise(edges))
