@@ -12,6 +12,7 @@ from ork.build.convert import convert
 from ork.errors import SourceError
 from ork.quant.recipe import builtin
 from ork.sources import open_source
+from ork.strings import StringTable
 from tests import tiny
 from tests.gguf_writer import write_gguf
 
@@ -21,7 +22,8 @@ def tensors(path: Path) -> tuple[dict, dict]:
     tiny.random_gguf(path, "llama")
     with contextlib.closing(open_source(path)) as source:
         read = {t.name: source.rows(t.name, 0, t.rows).reshape(t.shape) for t in source.tensors.values()}
-        return dict(source.metadata), read
+        metadata = {k: list(v) if isinstance(v, StringTable) else v for k, v in source.metadata.items()}
+        return metadata, read
 
 
 def refusal(path: Path, metadata: dict, held: dict[str, np.ndarray]) -> str:
