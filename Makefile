@@ -43,6 +43,7 @@ bench: env
 	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/driver.py
+	$(BIN)/python bench/emulator.py
 	$(BIN)/python bench/peers.py --setup
 	$(BIN)/python bench/peers.py
 	$(BIN)/python bench/llamacpp_logits.py
