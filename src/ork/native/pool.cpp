@@ -22,9 +22,9 @@ inline void relax() {
 #endif
 }
 
-// About 50 us of spinning: decode posts a job every few microseconds, a waiting user none for seconds. The caller waits for
+// Some 150 us of spinning: decode posts a job every few to a hundred microseconds, a waiting user none for seconds. The caller waits for
 // its workers by spinning too, and past that long offers its core to them: there may be more threads than cores.
-constexpr int SPINS = 2000;
+constexpr int SPINS = 16000;
 
 // A worker's share of a job: [begin, end) of its units, and the job's tag, in one word that owner and thieves change by CAS.
 // The owner takes from the front, thieves from the back, so that each walks its own stretch of memory to the end.
