@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "show what a pack holds",
     "verify": "check every hash of a pack",
     "npu": "work on programs of the NPU: disassemble, compare",
+    "emu": "run other programs of the chip on the emulated one",
 }
 
 
