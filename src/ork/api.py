@@ -18,6 +18,7 @@ from ork.devices.choose import open_device
 from ork.engine.sampling import SamplingParams
 from ork.engine.session import Engine, Session, Stats
 from ork.errors import UsageError
+from ork.npu.kernel import Kernel
 from ork.ops import Ops
 from ork.pack.reader import Pack
 from ork.residency.source import PackSource
@@ -41,9 +42,10 @@ class LoadedModel:
         kv: str | None,
         sequences: int = 1,
         min_rows: int | None = None,
+        board: Kernel | None = None,
     ):
         self.pack = pack
-        self.device, self.device_reason = open_device(device, threads=threads, min_rows=min_rows)
+        self.device, self.device_reason = open_device(device, threads=threads, min_rows=min_rows, board=board)
         try:
             self._build(context, kv, sequences)
         except BaseException:

@@ -7,8 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ork.errors import UsageError
+
+if TYPE_CHECKING:
+    from ork.emulator.kernel import EmulatedKernel
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -54,6 +58,34 @@ def add_device(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--min-rows", type=int, metavar="N", help="rows from which hybrid uses the NPU (default: 32)")
     sub.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the physical, big cores)")
+
+
+def add_fault(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--fault",
+        metavar="SPEC",
+        help="make the emulated board fail: KIND@NUMBER or KIND:PROBABILITY, separated by commas, seed=N; kinds: "
+        "timeout, irq-lost, stale, enomem (by number of submit), create-enomem, create-efault (of buffer)",
+    )
+
+
+@contextmanager
+def faulty_board(spec: str | None, device: str) -> Iterator[EmulatedKernel | None]:
+    """The emulated board of `--fault`, whose last word goes to standard error; None without the flag."""
+    if spec is None:
+        yield None
+        return
+    from ork.emulator.faults import Faults
+    from ork.emulator.kernel import EmulatedKernel
+    from ork.emulator.summary import summary
+
+    if device != "emu":
+        raise UsageError("--fault makes the emulated board fail: it goes with --device emu")
+    board = EmulatedKernel(views="sampled", faults=Faults(spec))
+    try:
+        yield board
+    finally:
+        say(f"emulated board: {summary(board)}")
 
 
 def check_threads(count: int | None) -> None:

@@ -11,11 +11,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ork.cli.common import add_device, add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
+from ork.cli.common import (
+    add_device,
+    add_fault,
+    add_model,
+    check_threads,
+    faulty_board,
+    parse_size,
+    progress_bar,
+    resolve,
+    say,
+    size_text,
+)
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
     from ork.api import LoadedModel
+    from ork.emulator.kernel import EmulatedKernel
     from ork.engine.session import Stats
 
 MAX_PROMPT_BYTES = 64 << 20
@@ -44,6 +56,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--verify", action="store_true", help="check every hash of the pack first")
     sub.add_argument("--json", action="store_true", help="one JSON object instead of the text")
     add_device(sub)
+    add_fault(sub)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(**sampling).check()  # before a model is converted for it
     interactive = args.chat and args.prompt is None and args.file is None and sys.stdin and sys.stdin.isatty()
     text = None if interactive else _prompt(args)
-    with _load(args) as model:
+    with faulty_board(args.fault, args.device) as board, _load(args, board) as model:
         if args.chat:
             return _chat(model, args, text, sampling)
         assert text is not None
@@ -89,7 +102,7 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 @contextlib.contextmanager
-def _load(args: argparse.Namespace) -> Iterator[LoadedModel]:
+def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[LoadedModel]:
     from ork.api import LoadedModel
     from ork.build.cache import cached_pack
     from ork.pack.reader import Pack
@@ -109,7 +122,13 @@ def _load(args: argparse.Namespace) -> Iterator[LoadedModel]:
         with progress_bar("verifying") as progress:
             pack.verify(progress)
     with LoadedModel(
-        pack, device=args.device, threads=args.threads, context=args.context, kv=args.kv, min_rows=args.min_rows
+        pack,
+        device=args.device,
+        threads=args.threads,
+        context=args.context,
+        kv=args.kv,
+        min_rows=args.min_rows,
+        board=board,
     ) as model:
         yield model
 

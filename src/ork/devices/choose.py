@@ -10,12 +10,15 @@ from ork.errors import NpuError, UsageError
 
 if TYPE_CHECKING:
     from ork.npu.driver import Npu
+    from ork.npu.kernel import Kernel
 
 DEVICES = ("auto", "cpu", "emu", "rk3588", "hybrid")
 
 
-def open_device(name: str, *, threads: int | None = None, min_rows: int | None = None) -> tuple[Device, str]:
-    """The device called `name`, and why it is that one.
+def open_device(
+    name: str, *, threads: int | None = None, min_rows: int | None = None, board: Kernel | None = None
+) -> tuple[Device, str]:
+    """The device called `name`, and why it is that one. `board`: for emu, the emulated board to use.
 
     auto: `hybrid` on a board, else `cpu`. cpu: the host. emu: every int8 product on the emulated chip. rk3588: every
     int8 product on the chip. hybrid: ops with at least `min_rows` rows (default 32) on the chip, or on the emulator
@@ -23,6 +26,8 @@ def open_device(name: str, *, threads: int | None = None, min_rows: int | None =
     """
     if name not in DEVICES:
         raise UsageError(f"--device {name}: known are {', '.join(DEVICES)}")
+    if board is not None and name != "emu":
+        raise UsageError("faults are made on the emulated board: they go with --device emu")
     if min_rows is not None and name not in ("auto", "hybrid"):
         raise UsageError("--min-rows divides work between NPU and CPU: it goes with --device hybrid")
     cpu = CpuDevice(threads)
@@ -37,7 +42,8 @@ def open_device(name: str, *, threads: int | None = None, min_rows: int | None =
     if least < 1:
         raise UsageError(f"--min-rows {least}: give a number of rows, 1 or more")
     if name == "emu":
-        return NpuDevice(_emulated(), cpu, name="emu"), "asked for: the chip in software"
+        npu = _emulated() if board is None else Npu.open(board)
+        return NpuDevice(npu, cpu, name="emu"), "asked for: the chip in software"
     try:
         npu = Npu.open(LinuxKernel())
     except NpuError as error:

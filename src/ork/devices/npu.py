@@ -138,6 +138,7 @@ class NpuDevice:
                 self.npu_ops += 1
             except SubmitFailed as error:
                 self.failed_ops += 1
+                self._forget(handles[part], rows.rows)  # what it wrote may never have reached the chip
                 warnings.warn(
                     f"the NPU did not answer ({error}); the CPU computes instead", RuntimeWarning, stacklevel=2
                 )
@@ -235,6 +236,10 @@ class NpuDevice:
         else:
             self._plans.move_to_end(key)
         return plan
+
+    def _forget(self, handles: Sequence[NpuHandle], M: int) -> None:
+        if plan := self._plans.pop((M, *map(id, handles)), None):
+            self._drop(plan)
 
     def _prepare(self, handles: list[NpuHandle], M: int) -> _Plan:
         domain, Kp = _domain(handles[0]), handles[0].spec.Kp

@@ -66,6 +66,7 @@ class Job:
     tasks_in: Buffer | None = None  # the task array, where int_status is written
     task_base: int = 0
     wedge: int = 0  # errno of a job that the chip accepts and never completes
+    irq_lost: bool = False  # it does its work, and nobody is told
     state: str = QUEUED
     tasks: int = 0  # completed
     hw_ns: int = 0

@@ -148,6 +148,8 @@ class Jobs:
             access = self._memory.begin_access()
             try:
                 hang = self._run_parts(job) or self._check_access(len(access.imports), access.stale)
+                if job.irq_lost:
+                    hang = hang or errno.ETIMEDOUT
             except BaseException as error:
                 job.crash, hang = error, errno.EIO
             finally:

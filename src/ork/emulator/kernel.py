@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ork.emulator.core import Core
+from ork.emulator.faults import Faults
 from ork.emulator.files import DmaBuf, DrmFile, File, HeapFile, OtherNode
 from ork.emulator.iova import PAGE
 from ork.emulator.job import RunsTasks
@@ -43,7 +44,7 @@ class EmulatedKernel:
     """One board: its NPU, its kernel driver, its memory. Implements `ork.npu.kernel.Kernel`; safe for threads.
 
     strict: `report` says what that means. views: `full` keeps the CPU's and the device's memory apart, `sampled` is
-    one memory with spot checks. cores: for tests, instead of the emulator's own.
+    one memory with spot checks. faults: what goes wrong on purpose. cores: for tests, instead of the emulator's own.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class EmulatedKernel:
         engine: str = "fast",
         nodes: dict[str, str] | None = None,
         cores: Sequence[RunsTasks] | None = None,
+        faults: Faults | None = None,
     ) -> None:
         for name, value, known in (
             ("profile", profile, ("stock", "patched")),
@@ -66,9 +68,10 @@ class EmulatedKernel:
                 raise UsageError(f"emulator: {name} {value!r} is not known: use {' or '.join(known)}")
         self.soc = soc
         self.report = Report(strict)
+        self.faults = faults
         if cores is None:
             cores = [Core(index, soc, self.report, engine) for index in range(soc.cores)]
-        self.driver = Rknpu(soc, self.report, cores, views=views, patched=profile == "patched")
+        self.driver = Rknpu(soc, self.report, cores, views=views, patched=profile == "patched", faults=faults)
         self.memory = self.driver.memory
         self._lock = self.driver.device.lock
         self._nodes = NODES if nodes is None else nodes

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ork.emulator.domains import Clock, Device, DomainSwitch
+from ork.emulator.faults import Faults, held_back
 from ork.emulator.files import DmaBuf, DrmFile
 from ork.emulator.iova import PAGE
 from ork.emulator.job import Job, Part, RunsTasks
@@ -69,8 +70,17 @@ def oserror(code: int, text: str = "") -> OSError:
 class Rknpu:
     """The driver of one NPU. Calls come with the file they were made on; safe for threads."""
 
-    def __init__(self, soc: Soc, report: Report, cores: Sequence[RunsTasks], *, views: str, patched: bool) -> None:
-        self.soc, self.report, self.patched = soc, report, patched
+    def __init__(
+        self,
+        soc: Soc,
+        report: Report,
+        cores: Sequence[RunsTasks],
+        *,
+        views: str,
+        patched: bool,
+        faults: Faults | None = None,
+    ) -> None:
+        self.soc, self.report, self.patched, self.faults = soc, report, patched, faults
         self.memory = Memory(soc, report, views)
         self.clock = Clock()
         self.device = Device()
@@ -78,6 +88,7 @@ class Rknpu:
         self.jobs = Jobs(soc, self.memory, cores, report, self.clock, self.device, self.switch)
         self.counts = Stats()
         self._nice = 0
+        self._creates = 0  # asked for, refused ones too
         self._offsets: dict[int, Buffer] = {}  # by what MEM_MAP gave out
         self._next_offset = MAP_OFFSETS
 
@@ -164,6 +175,10 @@ class Rknpu:
                 if wants_sram and arg.flags & uabi.MEM_KERNEL_MAPPING:
                     self.report.add("sram-kernel-mapping", values={"flags": arg.flags, "sram_size": arg.sram_size})
                     raise oserror(errno.EINVAL, "on-chip SRAM under a kernel mapping hangs the board")
+                self._creates += 1
+                for kind, code in (("create-enomem", errno.ENOMEM), ("create-efault", errno.EFAULT)):
+                    if self._struck(kind, self._creates):
+                        raise oserror(code)
                 self._enter_domain(arg.iommu_domain_id)
                 try:
                     buffer = self.memory.create(
@@ -248,8 +263,11 @@ class Rknpu:
             stats.syncs += 1
             stats.synced_bytes += size
             self.clock.ns += COST["sync"]
+            lost = flags == uabi.SYNC_TO_DEVICE and self._struck("stale", stats.submits + 1)
+            if lost:
+                buffer.pages = held_back(pages, offset, size)
         try:
-            if flags & uabi.SYNC_TO_DEVICE:
+            if flags & uabi.SYNC_TO_DEVICE and not lost:
                 pages.to_device(offset, size)
             if flags & uabi.SYNC_FROM_DEVICE:
                 pages.from_device(offset, size)
@@ -293,12 +311,17 @@ class Rknpu:
             array = self.memory.by_cookie.get(cookie)
             if array is None:
                 raise oserror(errno.EINVAL, "task_obj_addr names no buffer")
+            if self._struck("enomem", self.counts.submits):
+                raise oserror(errno.ENOMEM)
             if domain >= self.soc.domains:
                 self.report.add("domain-range", values={"domain": domain})
                 raise oserror(errno.EINVAL)
             blocking = not flags & uabi.JOB_NONBLOCK
             job = self._job(array, fields[13:], mask, blocking)
             job.domain, job.timeout_ms, job.task_base = domain, timeout, base & 0xFFFF_FFF0
+            if self._struck("timeout", self.counts.submits):
+                job.wedge = errno.ETIMEDOUT
+            job.irq_lost = self._struck("irq-lost", self.counts.submits)
             self.clock.ns += COST["blocking"] if blocking else COST["submit"]
             if file.render:
                 self.report.add("render-node", values={"core_mask": mask})
@@ -338,6 +361,9 @@ class Rknpu:
             int_mask = _TASK.unpack_from(memory, last)[3]
             parts.append(Part(core, pieces, int_mask, last + uabi.Task.int_status.offset))
         return Job(0, parts, blocking, 0, tasks_in=array, wedge=wedge)
+
+    def _struck(self, kind: str, number: int) -> bool:
+        return self.faults is not None and self.faults.strikes(kind, number)
 
     def _mask_rule(self, mask: int) -> int:
         """Errno with which a job of more than one core ends, 0 if it may run. Lock held."""
