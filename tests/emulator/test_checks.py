@@ -95,10 +95,11 @@ CASES = [
     Case("int4-rows", kind=INT4, M=2, register="CNA.CONV_CON1"),
     Case("requant-k", {0x4084: 0x4000, 0x4088: 14}, INT8_INT8, register="CNA.DATA_SIZE1"),
     Case("padding", {0x1014: 0x400009}, register="CNA.PAD_CON0"),
+    Case("conv-mode", {0x3010: 3}, register="DPU.FEATURE_MODE_CFG"),
+    Case("conv-mode", {0x400C: 0x1FC}, register="DPU.FEATURE_MODE_CFG"),
     Case("not-modelled", {0x4040: 0x12}),
     Case("not-modelled", {0x4070: 0x302}),
-    Case("not-modelled", {0x100C: 0x20000003}),
-    Case("not-modelled", {0x104C: 0x0A}),
+    Case("not-modelled", {0x100C: 0x20010000}),
     Case("not-modelled", {0x4084: 0x4000}, FP16_FP16),
     Case("work-limit", {0x4058: 8191, 0x403C: 8191 << 16 | 8191, 0x3018: 8191, 0x1020: 0x200 << 16 | 0x200,
                         0x1028: 0x200, 0x102C: 0x40000, 0x3014: 0x1FF01FF, 0x4030: 0x1FF, 0x4034: 0x1FF,
@@ -109,6 +110,8 @@ APART = {  # rules whose programs have tests of their own below or elsewhere
     *("missing-op-enable", "next-address", "task-count", "word-target", "rdma-unconfigured", "op-enable-mask"),
     *("weight-reuse", "data-reuse", "data-reuse-used", "int16-overflow", "int32-overflow", "address-alignment"),
     *("unmapped-address", "chain-time"),
+    *("depthwise", "depthwise-kernels", "image", "image-alignment", "image-flags"),
+    *("feature-conversion", "window-sums", "fp16-window"),
 }
 
 

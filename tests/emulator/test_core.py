@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ork.emulator.core import Core
-from ork.emulator.dpu import shift_round
 from ork.emulator.groups import Groups
 from ork.emulator.report import Report
+from ork.emulator.rounding import shift_round
 from ork.npu import isa
 from ork.npu.soc import RK3588
 from tests.emulator.programs import (

@@ -24,6 +24,7 @@ _INT4_ROWS = 4  # of a batch with K >= _INT4_K
 _INT4_K = 3072
 _NARROW_N, _NARROW_K, _NARROW_ROWS, _NARROW_BANKS = 32, 1024, range(129, 177), 4
 _REQUANT_K = 512
+_FP16_KERNEL = 5  # larger ones, and strides, have no recorded result on a board
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +100,14 @@ def _outputs(task: Task, soc: Soc) -> Iterator[Finding]:
     if task.dpu_out != task.core_out:
         yield Finding("output-size", 0x4034, {"core": task.core_out, "dpu": task.dpu_out})
     if task.core_channels <= soc.max_n:  # beyond, the fields of DPU wrap: that is the rule n-limit
-        counts = {"kernels": task.kernels, "core": task.core_channels}
+        counts = {"kernels": task.results, "core": task.core_channels}
         counts |= {"dpu": task.dpu_channels, "wdma": task.wdma_channels}
-        if not task.kernels <= task.core_channels == task.dpu_channels == task.wdma_channels:
+        if not task.results <= task.core_channels == task.dpu_channels == task.wdma_channels:
             yield Finding("output-size", 0x403C, counts)
         if not task.kernels:
             yield Finding("output-size", 0x1038, counts)
-    if not task.not_modelled and task.atoms * 16 != task.kind.group * task.out_bytes:
-        yield Finding("output-size", 0x4050, {"atoms": task.atoms, "needed": task.kind.group * task.out_bytes // 16})
+    if not task.not_modelled and task.atoms * 16 != task.group * task.out_bytes:
+        yield Finding("output-size", 0x4050, {"atoms": task.atoms, "needed": task.group * task.out_bytes // 16})
     sizes = {"width": task.width, "height": task.height, "channels": task.channels}
     sizes |= {"kernel_width": task.kernel_width, "kernel_height": task.kernel_height}
     sizes |= {"stride_x": task.stride_x, "stride_y": task.stride_y}
@@ -129,7 +130,8 @@ def _banks(task: Task, soc: Soc) -> Iterator[Finding]:
 def _entries(task: Task, soc: Soc) -> Iterator[Finding]:
     need, surfaces = task.need(soc), task.surfaces
     rounded = (surfaces + 1) // 4 * task.width  # whole entries a pixel: Mesa's count where atoms % 4 = 3
-    if task.entries != need and not (surfaces % 4 == 3 and task.entries == rounded):
+    image = task.image and task.entries == 4 * task.height * need  # what programs write for images, all its lines
+    if task.entries != need and not image and not (surfaces % 4 == 3 and task.entries == rounded):
         rule = "data-entries" if task.entries > need else "data-entries-short"
         yield Finding(rule, 0x1044, {"entries": task.entries, "needed": need})
 
@@ -142,7 +144,8 @@ def _rows(task: Task, soc: Soc) -> Iterator[Finding]:
         yield Finding("int4-overshoot", 0x1020, values)
     elif fit < task.height:
         yield Finding("rows-streamed" if task.kernels <= task.kind.group else "rows-over-bank", 0x1040, values)
-    if task.precision == Precision.FP16 and task.kernels <= _NARROW_N and task.weight_bank < _NARROW_BANKS:
+    narrow_n = task.kernels <= _NARROW_N and not task.depthwise
+    if task.precision == Precision.FP16 and narrow_n and task.weight_bank < _NARROW_BANKS:
         narrow = {"kernels": task.kernels, "lines": task.height, "weight_bank": task.weight_bank}
         if task.channels == _NARROW_K and task.height in _NARROW_ROWS and task.weight_bank == 1:
             yield Finding("narrow-n-hang", 0x1040, narrow)
@@ -155,7 +158,12 @@ def _kernels(task: Task, soc: Soc) -> Iterator[Finding]:
     if task.kernel_bytes != one or task.weight_bytes != task.kernel_bytes * task.kernels:
         values = {"total": task.weight_bytes, "kernel": task.kernel_bytes, "kernels": task.kernels, "shape": one}
         yield Finding("weight-size", 0x1030, values)
-    group = one * min(task.kind.group, task.kernels or task.kind.group)
+    if task.depthwise:
+        group = one * min(task.group, task.channels) // task.channels
+        if task.kernels != 1:
+            yield Finding("depthwise-kernels", 0x1038, {"kernels": task.kernels})
+    else:
+        group = one * min(task.group, task.kernels)
     values = {"group_bytes": group, "weight_bank": task.weight_bank}
     if group > (soc.cbuf_banks - 1) * soc.bank_bytes:
         yield Finding("k-limit", 0x1034, values)
@@ -163,14 +171,17 @@ def _kernels(task: Task, soc: Soc) -> Iterator[Finding]:
         yield Finding("kernel-over-banks", 0x1040, values)
     elif task.kernel_width == task.kernel_height == 1 and task.channels > soc.max_k:
         yield Finding("k-unproven", 0x1024, {"channels": task.channels})
-    if max(task.kernels, task.core_channels) > soc.max_n:
-        yield Finding("n-limit", 0x3018, {"kernels": task.kernels, "channels": task.core_channels})
+    if max(task.results, task.core_channels) > soc.max_n:
+        yield Finding("n-limit", 0x3018, {"kernels": task.results, "channels": task.core_channels})
 
 
 def _addressing(task: Task, soc: Soc) -> Iterator[Finding]:
     if task.channels * task.kind.bits % 128:
         yield Finding("channel-alignment", 0x1024, {"channels": task.channels, "bits": task.kind.bits})
-    if task.group_mode and task.precision != Precision.INT4:
+    if task.image:
+        if task.group_mode or not task.nonalign:
+            yield Finding("image-flags", 0x100C, {"group_line_off": not task.group_mode, "nonalign": task.nonalign})
+    elif task.group_mode and task.precision != Precision.INT4:
         if task.line_stride != 64 * task.width:
             yield Finding("group-line-stride", 0x107C, {"line_stride": task.line_stride, "width": task.width})
         line = 16 * task.width
@@ -191,14 +202,29 @@ def _unproven(task: Task, soc: Soc) -> Iterator[Finding]:
     if padded or task.dilation_x > 1 or task.dilation_y > 1:
         dilation = (task.dilation_x, task.dilation_y)
         yield Finding("padding", 0x1068, {"left": task.pad_left, "top": task.pad_top, "dilation": dilation})
-    if task.precision == task.out_precision == Precision.INT8 and task.kernel_elements < _REQUANT_K:
+    fp16 = task.precision == Precision.FP16
+    stride, kernel = max(task.stride_x, task.stride_y), max(task.kernel_width, task.kernel_height)
+    if fp16 and not task.depthwise and (stride > 1 or kernel > _FP16_KERNEL) and kernel > 1:
+        yield Finding("fp16-window", 0x1014, {"stride": stride, "kernel": kernel})
+    if set(task.modes) != {task.depthwise}:
+        yield Finding("conv-mode", 0x400C, dict(zip(("cna", "core", "dpu"), task.modes)))
+    if task.depthwise and (task.image or (fp16 and task.channels > task.group) or task.out_bytes * 8 > task.kind.bits):
+        yield Finding("depthwise", 0x100C, {"channels": task.channels, "image": task.image})
+    if task.image and not fp16 and not (task.precision == Precision.INT8 and task.image == 1):
+        yield Finding("image", 0x100C, {"channels": task.image, "precision": task.precision})
+    if task.conversion and not (task.image and task.conversion.plain):
+        yield Finding("feature-conversion", 0x104C)
+    if task.window_sums and task.ow_operand and task.precision != Precision.INT8:
+        yield Finding("window-sums", 0x4054)
+    rows = not task.group_mode and not task.image
+    if rows and task.precision == task.out_precision == Precision.INT8 and task.kernel_elements < _REQUANT_K:
         yield Finding("requant-k", 0x1024, {"channels": task.channels})
     if task.data_reuse:
         yield Finding("data-reuse-used", 0x1040)
 
 
 def _work(task: Task, soc: Soc) -> Iterator[Finding]:
-    written = task.pixels * task.groups * task.kind.group * task.out_bytes
+    written = task.pixels * task.groups * task.group * task.out_bytes
     work = task.pixels * task.kernels * task.kernel_elements
     if task.pixels > MAX_PIXELS or written > MAX_OUTPUT or work > MAX_WORK:
         yield Finding("work-limit", 0x3014, {"pixels": task.pixels, "bytes": written, "multiply_adds": work})

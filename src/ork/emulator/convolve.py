@@ -32,21 +32,30 @@ class Places:
     output: int
 
     @classmethod
-    def at(cls, features: int, weights: int, output: int, base: int) -> Places:
-        """From register values: multiples of 16, moved by the task base, 32 bits."""
+    def at(cls, features: int, weights: int, output: int, base: int, *, image: bool = False) -> Places:
+        """From register values: multiples of 16 (an image may begin at any byte), moved by the task base, 32 bits."""
         mask = fetch.WINDOW & ~15
-        return cls(base + features & mask, base + weights & mask, base + output & mask)
+        return cls(base + features & (fetch.WINDOW if image else mask), base + weights & mask, base + output & mask)
 
 
 def output(task: Task, features: Array, weights: Bytes, groups: tuple[int, int], height: int) -> tuple[Array, str]:
     """Results [height * width, kernels] of the first `height` lines and kernel groups [first, last), and the rule
     that a value broke, or ""."""
-    first, last = (min(g * task.kind.group, task.kernels) for g in groups)
-    sums = Sums(task.precision, task.core_out[0] * height, last - first)
+    first, last = (min(g * task.group, task.results) for g in groups)
+    sums = Sums(
+        task.precision,
+        task.core_out[0] * height,
+        last - first,
+        depthwise=task.depthwise,
+        windows=task.window_sums,
+    )
     if last > first:
         taps = fetch.kernels(weights, task, first, last)
-        for ky, kx, pixels in _taps(task, features, height):
+        read = features[..., first:last] if task.depthwise else features
+        for ky, kx, pixels in _taps(task, read, height):
             sums.add(pixels, np.ascontiguousarray(taps[:, ky, kx]))
+    if task.window_sums:
+        sums.weigh(task.ow_operand)
     return dpu.convert(sums, task)
 
 
@@ -83,7 +92,7 @@ def good_lines(task: Task, lines: int) -> int:
 
 def chunks(task: Task) -> Iterator[tuple[int, int]]:
     """Runs of kernel groups that are handled at once."""
-    group = task.kind.group
+    group = task.group
     step = max(_CHUNK // (group * max(task.pixels, task.kernel_elements)), 1)
     return ((g, min(g + step, task.groups)) for g in range(0, task.groups, step))
 

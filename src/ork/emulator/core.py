@@ -182,9 +182,8 @@ class Core:
         if enable != MATMUL:
             raise _Stop(Finding("op-enable-mask", None, {"enable": enable}))
         task = read(running["CNA"], running["CORE"], running["DPU"])
-        places = Places.at(
-            running["CNA"].get(FEATURES, 0), running["CNA"].get(WEIGHTS, 0), running["DPU"].get(OUTPUT, 0), base
-        )
+        at = running["CNA"].get(FEATURES, 0), running["CNA"].get(WEIGHTS, 0), running["DPU"].get(OUTPUT, 0)
+        places = Places.at(*at, base, image=bool(task.image))
         if self._images is not None:
             verdict, plan = self._images.judged(task)
         else:
@@ -192,7 +191,8 @@ class Core:
         for block, offset in (("CNA", FEATURES), ("CNA", WEIGHTS), ("DPU", OUTPUT)):
             value = running[block].get(offset, 0)
             if value & 15:
-                self._add(Finding("address-alignment", offset, {"address": value}))
+                rule = "image-alignment" if task.image and offset == FEATURES else "address-alignment"
+                self._add(Finding(rule, offset, {"address": value}))
         self._judged(domain, task, verdict, plan, places, outcome)
 
     def _judged(
@@ -276,11 +276,11 @@ def _same_weights(loaded: _Loaded | None, task: Task, places: Places) -> bool:
 
 def _feature_key(task: Task, places: Places) -> tuple[object, ...]:
     geometry = (task.width, task.height, task.channels, task.group_mode, task.line_stride, task.surf_stride)
-    return (places.features, task.precision, task.data_bank, *geometry)
+    return (places.features, task.precision, task.data_bank, task.image, task.conversion, *geometry)
 
 
 def _weight_key(task: Task, places: Places) -> tuple[object, ...]:
-    shape = (task.kernels, task.kernel_width, task.kernel_height, task.channels)
+    shape = (task.depthwise, task.kernels, task.kernel_width, task.kernel_height, task.channels)
     return (places.weights, task.precision, task.data_bank, task.weight_bank, *shape)
 
 

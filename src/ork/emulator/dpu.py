@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ork.emulator.fetch import ATOM, WINDOW, Addresses, Bytes
 from ork.emulator.mac import Sums
+from ork.emulator.rounding import shift_round
 from ork.emulator.task import Task
 from ork.npu.isa import Precision
 
@@ -55,26 +56,12 @@ def saturate(x: npt.NDArray[np.int64], dtype: type[Any], rule: str) -> tuple[Arr
     return x.clip(limits.min, limits.max).astype(dtype), rule if broken else ""
 
 
-def shift_round(x: npt.NDArray[np.int64], shift: int, *, half_up: bool) -> npt.NDArray[np.int64]:
-    """x / 2**shift rounded: halves to even, or up. Integers below 2**62."""
-    if shift == 0:
-        return x
-    if shift > 62:
-        return np.zeros_like(x)
-    floor = x >> shift
-    rest = x - (floor << shift)
-    half = np.int64(1) << (shift - 1)
-    up = (rest > half) | ((rest == half) & (half_up | (floor & 1 == 1)))
-    rounded: npt.NDArray[np.int64] = floor + up
-    return rounded
-
-
 def atoms_of(results: Array, task: Task, groups: int) -> Bytes:
     """Results [pixels, kernels] as the atoms of whole kernel groups: uint8 [groups, pixels, atoms, 16].
 
     Channels beyond the kernels are written too; what they hold on the chip is not known, here it is 0.
     """
-    padded = np.zeros((results.shape[0], groups * task.kind.group), results.dtype)
+    padded = np.zeros((results.shape[0], groups * task.group), results.dtype)
     padded[:, : results.shape[1]] = results
     raw: Bytes = padded.view(np.uint8)
     atoms: Bytes = raw.reshape(results.shape[0], groups, task.atoms, ATOM).transpose(1, 0, 2, 3)

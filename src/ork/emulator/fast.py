@@ -156,6 +156,8 @@ def plan(task: Task, verdict: Verdict) -> Plan | None:
     if verdict.hang or verdict.refuse or verdict.poison or verdict.lines < task.height or task.data_reuse:
         return None
     size = (task.width, task.height)
+    if task.image or task.conversion or task.depthwise or (task.window_sums and task.ow_operand):
+        return None
     one_tap = (
         task.kernel_elements == task.channels and (task.stride_x, task.stride_y) == (1, 1) and size == task.core_out
     )

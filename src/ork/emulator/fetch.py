@@ -5,8 +5,12 @@ With L = line stride, S = surface stride, W = width, all in 16-byte atoms (deriv
     group mode   atom(c, h, w) = base + (h div 4) * L + c * (4 * W + S) + (h mod 4) * W + w
     off mode     atom(c, h, w) = base + h * L + c * (W + S) + w
 
+Images have pixels of 1 to 4 channels side by side, and L in pixels; channels that they do not have are 0 (executed):
+
+    image        pixel(h, w) = base + (h * L + w) * bytes of a pixel
+
 Kernels: group of G > block of 32 channels > kernel row > kernel column > kernel in group > channel in block, the last
-group and the last block dense.
+group and the last block dense. Depthwise: block of channels > kernel row > kernel column > channel in block.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ork.emulator.memory import Domain
-from ork.emulator.task import BLOCK, Task
+from ork.emulator.rounding import shift_round
+from ork.emulator.task import BLOCK, Conversion, Task
 from ork.npu.isa import Precision
 
 Array = npt.NDArray[Any]
@@ -44,13 +49,56 @@ def feature_addresses(task: Task, base: int, lines: int) -> Addresses:
 
 
 def features(domain: Domain, task: Task, base: int, lines: int) -> Array:
-    """Values of the first `lines` lines: [lines, width, channels] in int8 (int4 too), int16 or float16.
+    """Values of the first `lines` lines: [lines, width, channels] in int8 (int4 too), int16 or float16, converted.
 
     Raises IommuFault.
     """
+    if task.image:
+        values, real = _image(domain, task, base, lines), min(task.image, task.channels)
+    else:
+        values, real = _surfaces(domain, task, base, lines), task.channels
+    if task.conversion is not None:
+        values[..., :real] = convert(values[..., :real], task.conversion)
+    return values
+
+
+def _surfaces(domain: Domain, task: Task, base: int, lines: int) -> Array:
     atoms = gather(domain, feature_addresses(task, base, lines))
     pixels = np.ascontiguousarray(atoms.transpose(1, 2, 0, 3)).reshape(lines, task.width, task.surfaces * ATOM)
     return elements(pixels, task.precision)[..., : task.channels]
+
+
+def _image(domain: Domain, task: Task, base: int, lines: int) -> Array:
+    itemsize = task.kind.bits // 8
+    row = task.width * task.image * itemsize
+    end = base + (lines - 1) * task.line_stride + row
+    if not lines:
+        return np.zeros((0, task.width, task.channels), _DTYPES[Precision(task.precision)])
+    if task.line_stride >= row and end <= WINDOW + 1:
+        raw = domain.read_rows(base, lines, row, task.line_stride)
+    else:
+        raw = np.stack([domain.read(base + line * task.line_stride & WINDOW, row) for line in range(lines)])
+    pixels = elements(np.ascontiguousarray(raw), task.precision).reshape(lines, task.width, task.image)
+    values = np.zeros((lines, task.width, task.channels), pixels.dtype)
+    values[..., : task.image] = pixels[..., : task.channels]
+    return values
+
+
+def convert(values: Array, how: Conversion) -> Array:
+    """int8 features [..., channels] through the converter: scaled, shifted, moved (or moved first), saturated.
+
+    Executed: unsigned bytes, scaled first, with a shift that leaves no remainder. The rest follows the manual's names.
+    """
+    channel = np.arange(values.shape[-1])
+    place = channel % len(how.scales)
+    scale, offset, shift = (np.array(x, np.int64)[place] for x in (how.scales, how.offsets, how.shifts))
+    wide = values.astype(np.int64) if how.signed else values.view(np.uint8).astype(np.int64)
+    scaled = (wide + offset * how.add_first) * scale
+    columns = [shift_round(scaled[..., c], int(shift[c]), half_up=how.half_up) for c in channel]
+    moved = np.stack(columns, axis=-1) + offset * (not how.add_first)
+    enabled = how.enabled >> channel % 32 & 1 == 1
+    converted: Array = np.where(enabled, moved.clip(-128, 127), values).astype(np.int8)
+    return converted
 
 
 def elements(raw: Bytes, precision: int) -> Array:
@@ -65,10 +113,13 @@ def elements(raw: Bytes, precision: int) -> Array:
 
 
 def kernels(raw: Bytes, task: Task, first: int, last: int) -> Array:
-    """Kernels [first, last) of the stored bytes: [kernels, kernel_height, kernel_width, channels].
+    """Kernels [first, last) of the stored bytes: [kernels, kernel_height, kernel_width, channels]; depthwise, channels
+    [first, last) of the one kernel: [1, kernel_height, kernel_width, channels].
 
-    `first` is a multiple of the group; so is `last`, unless it is the number of kernels.
+    `first` is a multiple of the group; so is `last`, unless it is the number of kernels (channels).
     """
+    if task.depthwise:
+        return _channels(raw, task, first, last)
     size, bits = task.kernel_elements, task.kind.bits
     stored = elements(raw[first * size * bits // 8 : -(-last * size * bits // 8)], task.precision)
     parts, at = [], 0
@@ -77,6 +128,16 @@ def kernels(raw: Bytes, task: Task, first: int, last: int) -> Array:
         parts.append(_unblock(stored[at : at + count], task, groups, kernels_in_group))
         at += count
     return np.concatenate(parts)
+
+
+def _channels(raw: Bytes, task: Task, first: int, last: int) -> Array:
+    taps, group = task.kernel_height * task.kernel_width, task.group
+    stored = elements(raw, task.precision)[first * taps : last * taps]
+    parts = []
+    for at in range(0, last - first, group):
+        block = stored[at * taps : (at + group) * taps]
+        parts.append(block.reshape(task.kernel_height, task.kernel_width, -1))
+    return np.concatenate(parts, axis=-1)[None]
 
 
 def _groups(count: int, group: int) -> Iterator[tuple[int, int]]:

@@ -68,7 +68,7 @@ class Image:
         dpu.groups[dpu.pointer][OUTPUT] = output
         for name, offset, index in self._others:
             blocks[name].write(offset, int(words[index]) >> 16 & 0xFFFFFFFF)
-        return Places.at(features, weights, output, base)
+        return Places.at(features, weights, output, base, image=bool(self.task.image))
 
     def following(self, words: Words) -> tuple[int, int]:
         """(address, amount) of the next program, address 0 if there is none."""
@@ -127,4 +127,6 @@ class Images:
         for (block, offset), index in last.items():
             registers.setdefault(block, {})[offset] = stream.writes[index].value
         task = read(registers["CNA"], registers["CORE"], registers["DPU"])
+        if task.conversion is not None:
+            return None  # it reads registers that are not needed without
         return Image(stream, (task, *self.judged(task)))

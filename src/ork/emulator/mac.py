@@ -4,6 +4,9 @@ Integers: exact sums, int64 here; the caller narrows. fp16: **the exact sum of t
 half to even**. How the chip orders and rounds its partial sums is not known; this definition depends on no order, and
 agrees with every order wherever all partial sums are exact, such as small integers. Zero sums are +0. Infinities and
 NaN follow IEEE; NaN is always 0x7fc00000.
+
+Depthwise, every channel is summed for itself. Integers may carry the sum of each window's features along, which a
+weight zero point multiplies (executed): sum(x * (w + z)) = sum(x * w) + z * sum(x).
 """
 
 from __future__ import annotations
@@ -23,39 +26,60 @@ _K_STEP: Final = 1 << 13  # so many products of limbs sum up exactly in a double
 
 
 class Sums:
-    """Sums of `pixels` x `kernels`. `add` once per kernel tap (or part of the channels), then read one result."""
+    """Sums of `pixels` x `kernels`. `add` once per kernel tap (or part of the channels), then read one result.
 
-    def __init__(self, precision: int, pixels: int, kernels: int) -> None:
+    `depthwise`: instead of kernels there are channels, each with its own sum. `windows`: keep the sums of features.
+    """
+
+    def __init__(
+        self, precision: int, pixels: int, kernels: int, *, depthwise: bool = False, windows: bool = False
+    ) -> None:
         self._float = precision == Precision.FP16
+        self._product = _each if depthwise else _product
+        self._depthwise = depthwise
+        self._windows = np.zeros((pixels, kernels if depthwise else 1), np.int64) if windows else None
         limbs = 3 if self._float else 1
         self._limbs = [np.zeros((pixels, kernels), np.int64) for _ in range(limbs)]
         self._special: Array | None = None  # what infinities and NaN make of the sums, where there are any
         self._is_special = np.zeros((pixels, kernels), bool)
 
     def add(self, features: Array, kernels: Array) -> None:
-        """Adds features [pixels, C] x kernels [kernels, C], both int8, int16 or float16."""
-        for k in range(0, features.shape[1], _K_STEP):
-            part = slice(k, k + _K_STEP)
+        """Adds features [pixels, C] x kernels [kernels, C] (depthwise: [1, C]), both int8, int16 or float16."""
+        if self._windows is not None:
+            self._windows += features if self._depthwise else features.sum(axis=1, keepdims=True, dtype=np.int64)
+        step = features.shape[1] if self._depthwise else _K_STEP
+        for k in range(0, features.shape[1], step):
+            part = slice(k, k + step)
             if self._float:
                 self._add_float(features[:, part], kernels[:, part])
             else:
-                self._limbs[0] += _product(features[:, part], kernels[:, part])
+                self._limbs[0] += self._product(features[:, part], kernels[:, part])
+
+    def weigh(self, operand: int | Array) -> None:
+        """Adds operand (one, or int[kernels]) x the sum of each window's features, which were kept."""
+        if self._windows is None:
+            raise ValueError("the sums of the windows were not kept")
+        self._limbs[0] += self._windows * operand
 
     def _add_float(self, features: Array, kernels: Array) -> None:
-        rows = ~np.all(np.isfinite(features), axis=1, keepdims=True)
-        columns = ~np.all(np.isfinite(kernels), axis=1, keepdims=True).T
-        if np.any(rows) or np.any(columns):
+        if not (np.isfinite(features).all() and np.isfinite(kernels).all()):
+            if self._depthwise:
+                special = ~(np.isfinite(features) & np.isfinite(kernels))
+            else:
+                rows = ~np.all(np.isfinite(features), axis=1, keepdims=True)
+                special = rows | ~np.all(np.isfinite(kernels), axis=1, keepdims=True).T
             if self._special is None:
                 self._special = np.zeros(self._is_special.shape)
+            a, b = features.astype(np.float64), kernels.astype(np.float64)
             with np.errstate(invalid="ignore"):
-                self._special += features.astype(np.float64) @ kernels.astype(np.float64).T
-            self._is_special |= rows | columns
+                self._special += a * b if self._depthwise else a @ b.T
+            self._is_special |= special
             features = np.where(np.isfinite(features), features, np.float16(0))
             kernels = np.where(np.isfinite(kernels), kernels, np.float16(0))
         (a1, a0), (b1, b0) = _split(features), _split(kernels)
-        self._limbs[2] += _product(a1, b1)
-        self._limbs[1] += _product(a1, b0) + _product(a0, b1)
-        self._limbs[0] += _product(a0, b0)
+        self._limbs[2] += self._product(a1, b1)
+        self._limbs[1] += self._product(a1, b0) + self._product(a0, b1)
+        self._limbs[0] += self._product(a0, b0)
 
     def integers(self) -> npt.NDArray[np.int64]:
         """Exact integer sums [pixels, kernels]."""
@@ -75,6 +99,12 @@ def _product(features: Array, kernels: Array) -> npt.NDArray[np.int64]:
     """Integers below 2**20 in double precision, at most 2**13 of them a sum: exact in any order."""
     product: npt.NDArray[np.float64] = features.astype(np.float64) @ kernels.astype(np.float64).T
     return product.astype(np.int64)
+
+
+def _each(features: Array, kernel: Array) -> npt.NDArray[np.int64]:
+    """The products of every channel with its own kernel: of integers below 2**20, exact."""
+    product: npt.NDArray[np.int64] = (features.astype(np.float64) * kernel.astype(np.float64)).astype(np.int64)
+    return product
 
 
 def _split(x: Array) -> tuple[Array, Array]:

@@ -76,6 +76,14 @@ _TABLE: Final[tuple[tuple[str, Severity, Effect, str, str], ...]] = (
     ),
     ("notch-halves", _U, _NONE, "unproven", "the halves of DATA_CUBE_NOTCH_ADDR differ; the low one is taken"),
     ("address-alignment", _U, _NONE, "derived", "an address is not a multiple of 16: its low bits are dropped"),
+    ("image-alignment", _U, _NONE, "unproven", "an image does not begin at a multiple of 16 bytes; taken as written"),
+    (
+        "image-flags",
+        _U,
+        _NONE,
+        "executed",
+        "image input without NONALIGN_DMA and GROUP_LINE_OFF; all programs set both",
+    ),
     ("channel-alignment", _U, _NONE, "executed", "channels are not whole 16-byte atoms"),
     # --- the convolution buffer ---
     ("bank-split", _E, _DOUBT, "executed", "data and weight banks are not a split of the 12 banks"),
@@ -97,6 +105,13 @@ _TABLE: Final[tuple[tuple[str, Severity, Effect, str, str], ...]] = (
     ("requant-k", _U, _NONE, "measured", "requantised int8 output with K < 512 was reported wrong"),
     ("int16-overflow", _U, _NONE, "unproven", "a sum does not fit int16; taken as saturated"),
     ("int32-overflow", _U, _NONE, "unproven", "a sum does not fit int32; taken as saturated"),
+    ("conv-mode", _U, _DOUBT, "unproven", "CNA, CORE and DPU do not agree about depthwise; CNA's word is taken"),
+    ("depthwise-kernels", _U, _DOUBT, "unproven", "a depthwise program has one kernel; this one counts others"),
+    ("depthwise", _U, _NONE, "unproven", "depthwise beyond what boards showed: fp16 of several blocks, images, sums"),
+    ("image", _U, _NONE, "unproven", "images are proved for fp16 and for int8 with one channel"),
+    ("feature-conversion", _U, _NONE, "manual", "a conversion of features that no program is known to use"),
+    ("window-sums", _U, _NONE, "unproven", "weight zero points are proved for int8"),
+    ("fp16-window", _U, _NONE, "unproven", "fp16 with strides or kernels above 5: no result is recorded on a board"),
     ("padding", _U, _NONE, "manual", "fp16 padding or dilation rests on register names alone"),
     # --- memory ---
     ("unmapped-address", _E, _HANG, "measured", "the address is not mapped: IOMMU fault"),

@@ -29,21 +29,47 @@ _WANTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an input precision fixes: bits of an element, kernels in a group, and output precision -> bytes."""
+    """What an input precision fixes: bits of an element, kernels in a group (channels, if depthwise; 0: nobody has
+    seen it), and output precision -> bytes."""
 
     name: str
     bits: int
     group: int
+    depthwise_group: int
     outputs: Mapping[int, int]
 
 
 KINDS: Final[Mapping[int, Kind]] = {
-    Precision.INT8: Kind("int8", 8, 32, {Precision.INT8: 1, Precision.INT16: 2, Precision.INT32: 4}),
-    Precision.INT16: Kind("int16", 16, 16, {Precision.INT32: 4}),
-    Precision.FP16: Kind("fp16", 16, 16, {Precision.FP16: 2, Precision.FP32: 4}),
-    Precision.INT4: Kind("int4", 4, 64, {Precision.INT16: 2}),
+    Precision.INT8: Kind("int8", 8, 32, 64, {Precision.INT8: 1, Precision.INT16: 2, Precision.INT32: 4}),
+    Precision.INT16: Kind("int16", 16, 16, 0, {Precision.INT32: 4}),
+    Precision.FP16: Kind("fp16", 16, 16, 32, {Precision.FP16: 2, Precision.FP32: 4}),
+    Precision.INT4: Kind("int4", 4, 64, 0, {Precision.INT16: 2}),
 }
 BLOCK: Final = 32  # channels of a weight block
+_IMAGES: Final = range(8, 12)  # argb_in of images with 1 to 4 channels; 0 is no image
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """CVT_CON0..5: what features go through on their way into the buffer, for channels 0 to 3 each."""
+
+    signed: bool
+    add_first: bool
+    half_up: bool
+    scales: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shifts: tuple[int, ...]
+    enabled: int  # a bit per channel
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all channels are converted alike."""
+        return all(len(set(x)) == 1 for x in (self.scales, self.offsets, self.shifts))
+
+    @property
+    def plain(self) -> bool:
+        """Scaled first, with nothing to round: what programs that work do."""
+        return not self.add_first and all(scale % (1 << shift) == 0 for scale, shift in zip(self.scales, self.shifts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +84,17 @@ class Task:
     height: int
     channels: int
     group_mode: bool  # four lines of one surface are fetched together
+    image: int  # channels of an image, whose pixels lie side by side; 0: features are surfaces of atoms
+    nonalign: bool
+    conversion: Conversion | None
     line_stride: int
     surf_stride: int
     pad_left: int
     pad_top: int
     pad_value: int
     # kernels
+    depthwise: bool  # one kernel whose channels each make a result of their own
+    modes: tuple[bool, bool, bool]  # whether CNA, CORE and DPU say depthwise
     kernels: int
     kernel_width: int
     kernel_height: int
@@ -93,6 +124,9 @@ class Task:
     group_stride: int
     notch: int
     notches_equal: bool
+    # weight zero points: results += operand * sum of the window's features
+    window_sums: bool
+    ow_operand: int
     scale: int
     shift: int
     offset: int
@@ -104,6 +138,16 @@ class Task:
     @property
     def kind(self) -> Kind:
         return KINDS[self.precision]
+
+    @property
+    def group(self) -> int:
+        """Results of a pixel that are written together."""
+        return self.kind.depthwise_group if self.depthwise else self.kind.group
+
+    @property
+    def results(self) -> int:
+        """Results of a pixel: one per kernel, or per channel."""
+        return self.channels if self.depthwise else self.kernels
 
     @property
     def pixels(self) -> int:
@@ -125,7 +169,7 @@ class Task:
     @property
     def groups(self) -> int:
         """Kernel groups that are written: whole ones, whatever the number of kernels."""
-        return -(-self.dpu_channels // self.kind.group)
+        return -(-self.dpu_channels // self.group)
 
     def need(self, soc: Soc) -> int:
         """Entries of the convolution buffer that one feature line takes."""
@@ -165,7 +209,14 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
     precision, out_precision = con1["in_precision"], form["out_precision"]
     kind = KINDS.get(precision)
     out_bytes = kind.outputs.get(out_precision, 0) if kind else 0
-    usual_atoms = kind.group * out_bytes // 16 if kind else 1
+    modes = (
+        con1["conv_mode"] == ConvMode.DEPTHWISE,
+        bool(misc["dw_en"]),
+        f(0x400C)["conv_mode"] == ConvMode.DEPTHWISE,
+    )
+    image = con1["argb_in"] - _IMAGES.start + 1 if con1["argb_in"] in _IMAGES else 0
+    image_pixel = image * kind.bits // 8 if kind else 0
+    usual_atoms = (kind.depthwise_group if modes[0] else kind.group) * out_bytes // 16 if kind else 1
     atoms = ow["size_e_0"] + 1 if 0x4050 in registers else max(usual_atoms, 1)
     wdma = f(0x405C)
     dense = cube_w * cube_h * 16
@@ -180,11 +231,16 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
         height=size0["datain_height"],
         channels=size1["datain_channel"],
         group_mode=not con1["group_line_off"],
-        line_stride=16 * f(0x107C)["line_stride"],
+        image=image,
+        nonalign=bool(con1["nonalign_dma"]),
+        conversion=_conversion(f),
+        line_stride=(image_pixel or 16) * f(0x107C)["line_stride"],
         surf_stride=16 * f(0x1080)["surf_stride"],
         pad_left=pads["pad_left"],
         pad_top=pads["pad_top"],
         pad_value=f(0x1184)["pad_value"],
+        depthwise=modes[0],
+        modes=modes,
         kernels=kernel["weight_kernels"],
         kernel_width=kernel["weight_width"],
         kernel_height=kernel["weight_height"],
@@ -212,6 +268,8 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
         group_stride=f(0x40C0)["surf_add"] if 0x40C0 in registers else dense * atoms,
         notch=16 * notch["notch_addr_0"],
         notches_equal=notch["notch_addr_0"] == notch["notch_addr_1"],
+        window_sums=bool(misc["qd_en"]) and not ow["od_bypass"] and precision != Precision.FP16,
+        ow_operand=f(0x4054)["ow_op"],
         scale=out_scale["out_cvt_scale"],
         shift=shift["out_cvt_shift"],
         offset=f(0x4080)["out_cvt_offset"],
@@ -221,23 +279,47 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
     )
 
 
+def _conversion(f: _Fields) -> Conversion | None:
+    """The converter of the features, unless it is bypassed."""
+    con0 = f(0x104C, 1)
+    if con0["cvt_bypass"]:
+        return None
+    channels = [f(offset) for offset in (0x1050, 0x1054, 0x1058, 0x105C)]
+    return Conversion(
+        signed=bool(con0["data_sign"]),
+        add_first=bool(con0["cvt_type"]),
+        half_up=bool(con0["round_type"]),
+        scales=tuple(values[f"cvt_scale{i}"] for i, values in enumerate(channels)),
+        offsets=tuple(values[f"cvt_offset{i}"] for i, values in enumerate(channels)),
+        shifts=tuple(con0[f"cvt_truncate_{i}"] for i in range(4)),
+        enabled=f(0x1180)["per_channel_cvt_en"],
+    )
+
+
 def _not_modelled(f: _Fields, kind: Kind | None, out_precision: int) -> str:
     """The first thing asked for that the engines cannot do yet, or ""."""
     con1, form, mode, out = f(0x100C), f(0x4010), f(0x400C), f(0x4084, 1)
     bs, bn, ew = f(0x4040, _BYPASSED), f(0x4060, _BYPASSED), f(0x4070, _EW_BYPASSED)
+    conversion = _conversion(f)
     integer_out = out_precision in {Precision.INT8, Precision.INT16}
     asked = {
         f"input precision {con1['in_precision']}": kind is None,
         f"output precision {out_precision} of {kind.name if kind else ''}": kind and out_precision not in kind.outputs,
-        f"convolution mode {con1['conv_mode']}": con1["conv_mode"] != ConvMode.DIRECT or f(0x3010)["dw_en"],
+        f"convolution mode {con1['conv_mode']}": con1["conv_mode"] not in {ConvMode.DIRECT, ConvMode.DEPTHWISE},
+        f"depthwise convolution of {kind.name if kind else ''}": con1["conv_mode"] == ConvMode.DEPTHWISE
+        and kind
+        and not kind.depthwise_group,
         "deconvolution": con1["deconv"],
-        "image input": con1["argb_in"] or con1["nonalign_dma"],
-        "conversion of features": not f(0x104C, 1)["cvt_bypass"],
+        f"image format {con1['argb_in']}": con1["argb_in"] and con1["argb_in"] not in _IMAGES,
+        "non-aligned features that are no image": con1["nonalign_dma"] and not con1["argb_in"],
+        "int4 images": con1["argb_in"] and con1["in_precision"] == Precision.INT4,
+        "conversion of features that are not int8": conversion and con1["in_precision"] != Precision.INT8,
+        "conversion channel by channel of features that are no image": conversion
+        and not conversion.uniform
+        and not con1["argb_in"],
         "FC skipping": f(0x1060)["fc_skip_en"],
         "compressed weights": f(0x1100)["decomp_control"],
-        "weight zero points": not f(0x4050)["od_bypass"]
-        and f(0x3010)["qd_en"]
-        and (f(0x4054)["ow_op"] or f(0x4050)["ow_src"]),
+        "weight zero points from memory": not f(0x4050)["od_bypass"] and f(0x3010)["qd_en"] and f(0x4050)["ow_src"],
         "the BS stage": _active(bs, "bs"),
         "the BN stage": _active(bn, "bn"),
         "the EW stage": not ew["ew_bypass"]
