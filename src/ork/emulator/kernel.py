@@ -20,6 +20,7 @@ from ork.emulator.files import DmaBuf, DrmFile, File, HeapFile, OtherNode
 from ork.emulator.iova import PAGE
 from ork.emulator.job import RunsTasks
 from ork.emulator.memory import Buffer
+from ork.emulator.pages import Pages
 from ork.emulator.report import Report
 from ork.emulator.rknpu import Rknpu, Stats, oserror
 from ork.errors import UsageError
@@ -118,19 +119,8 @@ class EmulatedKernel:
             self._odd_call(file, request, arg)
 
     def mmap(self, fd: int, length: int, offset: int) -> memoryview:
-        file = self._file(fd)
         with self._lock:
-            if length <= 0 or offset % PAGE:
-                raise oserror(errno.EINVAL)
-            if isinstance(file, DmaBuf):
-                pages, origin = file.pages, file.origin
-                if offset < 0 or offset + length > pages.size:
-                    raise oserror(errno.EINVAL)
-            elif isinstance(file, DrmFile):
-                origin = self.driver.mapped_object(file, length, offset)
-                pages, offset = origin.pages, 0
-            else:
-                raise oserror(errno.ENODEV)
+            pages, offset, origin = self.mapping(fd, length, offset)
             mapped = (ctypes.c_uint8 * length).from_buffer(pages.memory, offset)
             view = memoryview(mapped).cast("B")
             self._views[id(view)] = (view, weakref.ref(mapped), origin)
@@ -138,6 +128,23 @@ class EmulatedKernel:
                 origin.refs += 1
             self.driver.counts.maps += 1
             return view
+
+    def mapping(self, fd: int, length: int, offset: int) -> tuple[Pages, int, Buffer | None]:
+        """What a mapping of `length` bytes shows: pages, the offset in them, and the object to count it on. Lock held.
+
+        OSError with the errno of a board.
+        """
+        file = self._file(fd)
+        if length <= 0 or offset % PAGE:
+            raise oserror(errno.EINVAL)
+        if isinstance(file, DmaBuf):
+            if offset < 0 or offset + length > file.pages.size:
+                raise oserror(errno.EINVAL)
+            return file.pages, offset, file.origin
+        if isinstance(file, DrmFile):
+            found = self.driver.mapped_object(file, length, offset)
+            return found.pages, 0, found
+        raise oserror(errno.ENODEV)
 
     def munmap(self, view: memoryview) -> None:
         key = id(view)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ork.emulator.iova import PAGE, IovaSpace
-from ork.emulator.pages import VIEWS, Bytes, CoherentPages, Pages
+from ork.emulator.pages import VIEWS, Allocate, Bytes, CoherentPages, Pages, anonymous
 from ork.emulator.report import Report
 from ork.npu import uabi
 from ork.npu.soc import Soc
@@ -224,7 +224,7 @@ class Memory:
         self.soc = soc
         self.report = report
         self.views = views
-        self.cached: type[Pages] = VIEWS[views]  # for memory that the CPU caches
+        self.allocate: Allocate = anonymous  # of the CPU's view; replaced where that is another process
         self.domains = [Domain(number, soc, self) for number in range(soc.domains)]
         self.sram_free = soc.sram_bytes
         self.by_cookie: dict[int, Buffer] = {}
@@ -233,6 +233,10 @@ class Memory:
         self._epoch = 0
         self._running: list[int] = []  # epochs of jobs under way
         self._limbo: list[tuple[int, Pages]] = []
+
+    def cached(self, size: int) -> Pages:
+        """Fresh memory that the CPU caches. MemoryError when the host has none."""
+        return VIEWS[self.views](size, self.allocate)
 
     # --- making and freeing (under the kernel's lock) ---
 
@@ -251,7 +255,7 @@ class Memory:
         if not iova:
             raise OSError(errno.EFAULT, "no address space")
         try:
-            pages = (self.cached if flags & uabi.MEM_CACHEABLE else CoherentPages)(size)
+            pages = self.cached(size) if flags & uabi.MEM_CACHEABLE else CoherentPages(size, self.allocate)
         except MemoryError as error:
             space.space.free(iova // PAGE, size // PAGE)
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,8 @@ LINE = 64  # bytes of a cache line
 HUGE_PAGE = 2 << 20
 _LINE_TYPE = np.dtype(f"V{LINE}")  # a line as one opaque element: numpy moves those fastest
 Bytes = NDArray[np.uint8]
+# Makes so many zero bytes with the buffer protocol; MemoryError when it can't.
+Allocate = Callable[[int], Any]
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -38,11 +42,14 @@ def anonymous(size: int) -> mmap.mmap:
 
 
 class Pages:
-    """`size` bytes (a multiple of 4096); `cpu` is what a mapping shows, `dev` what the device reads and writes."""
+    """`size` bytes (a multiple of 4096); `cpu` is what a mapping shows, `dev` what the device reads and writes.
 
-    def __init__(self, size: int, device_size: int = 0) -> None:
+    `allocate` makes the memory of the CPU's view.
+    """
+
+    def __init__(self, size: int, allocate: Allocate = anonymous, device_size: int = 0) -> None:
         self.size = size
-        self.memory = anonymous(size)
+        self.memory = allocate(size)
         self.cpu: Bytes = np.frombuffer(self.memory, np.uint8)
         self.dev: Bytes = np.frombuffer(anonymous(device_size), np.uint8) if device_size else self.cpu
         self.dev_address: int = self.dev.__array_interface__["data"][0]
@@ -69,8 +76,8 @@ class CoherentPages(Pages):
 class TwoViews(Pages):
     """Two memories. A line is dirty where the CPU's view differs from `clean`, what memory held when last in step."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size)
+    def __init__(self, size: int, allocate: Allocate = anonymous) -> None:
+        super().__init__(size, allocate, size)
         self.clean: Bytes = np.frombuffer(anonymous(size), np.uint8)
 
     def to_device(self, offset: int, size: int) -> None:
@@ -122,8 +129,8 @@ class SampledView(Pages):
 
     CHECKED = 8  # lines compared in one read
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
+    def __init__(self, size: int, allocate: Allocate = anonymous) -> None:
+        super().__init__(size, allocate)
         self.step = min(32768, max(LINE, size // 64 // LINE * LINE))
         count = size // self.step
         numbers = np.arange(count, dtype=np.int64)
@@ -190,7 +197,7 @@ class WrongPages(Pages):
     """Pages that the IOMMU translates wrongly: the device sees the first half, then zeros, and its writes are lost."""
 
     def __init__(self, inner: Pages) -> None:
-        super().__init__(inner.size, inner.size)
+        super().__init__(inner.size, device_size=inner.size)
         self.memory, self.cpu, self._inner = inner.memory, inner.cpu, inner
 
     def stale(self, offset: int, row_bytes: int, rows: int = 1, pitch: int = 0) -> bool:
