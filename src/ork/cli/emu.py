@@ -7,6 +7,7 @@ import importlib
 
 # One module a tool, each with add(subparser) and run(args).
 TOOLS = {
+    "check": ("name the rules that a dump of programs breaks", "ork.cli.emu_check"),
     "exec": ("run a program, its NPU calls answered by the emulator", "ork.cli.emu_exec"),
 }
 

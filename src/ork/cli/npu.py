@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,17 +84,31 @@ def disasm(args: argparse.Namespace) -> int:
 
 def read_words(path: Path) -> Words:
     """Words of a raw or JSON dump. Raises SourceError for a file that holds anything else."""
+    return words_of(*read_dump(str(path)))
+
+
+def read_dump(name: str) -> tuple[str, bytes]:
+    """What messages call it, and the bytes of a file or, for "-", of standard input. Raises SourceError."""
+    try:
+        if name == "-":
+            name, file = "standard input", sys.stdin.buffer
+            data = file.read(MAX_BYTES + 1)
+        else:
+            with open(name, "rb") as opened:
+                data = opened.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{name}: {getattr(error, 'strerror', None) or error}: give a file of words") from None
+    if not data or len(data) > MAX_BYTES:
+        raise SourceError(f"{name}: {'empty' if not data else 'more than 16 MiB'}: give a dump of command words")
+    return name, data
+
+
+def words_of(path: str, data: bytes) -> Words:
+    """Words in the bytes of a raw or JSON dump; `path` is for messages. Raises SourceError."""
     import numpy as np
 
     from ork.npu.isa import BLOCKS, ENABLE_TARGET, MARKER_TARGET, NO_TARGETS
 
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise SourceError(f"{path}: {error.strerror or error}: give a file of words") from None
-    if not data or len(data) > MAX_BYTES:
-        raise SourceError(f"{path}: {'empty' if not data else 'more than 16 MiB'}: give a dump of command words")
     if data.lstrip()[:1] in (b"{", b"["):
         words = _json_words(path, data)
     elif len(data) % 8:
@@ -113,7 +128,7 @@ def read_words(path: Path) -> Words:
     return words
 
 
-def _json_words(path: Path, data: bytes) -> Words:
+def _json_words(path: str, data: bytes) -> Words:
     import numpy as np
 
     try:
