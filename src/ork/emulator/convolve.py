@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ork.emulator import dpu, fetch
+from ork.emulator import dpu, fetch, windows
 from ork.emulator.mac import Sums
 from ork.emulator.memory import Domain
 from ork.emulator.task import Task
@@ -62,24 +62,11 @@ def output(task: Task, features: Array, weights: Bytes, groups: tuple[int, int],
 def _taps(task: Task, features: Array, height: int) -> Iterator[tuple[int, int, Array]]:
     """(ky, kx, [pixels, channels] under that kernel tap), the padding around the image included."""
     width = task.core_out[0]
-    reach_x = (width - 1) * task.stride_x + (task.kernel_width - 1) * task.dilation_x + 1
-    reach_y = (height - 1) * task.stride_y + (task.kernel_height - 1) * task.dilation_y + 1
-    lines, columns, channels = features.shape
-    padded = np.full((max(reach_y, 1), max(reach_x, 1), channels), _pad_value(task, features.dtype))
-    # the part of the image that lies inside of the padded window
-    rows, cols = min(lines, reach_y - task.pad_top), min(columns, reach_x - task.pad_left)
-    if rows > 0 and cols > 0:
-        padded[task.pad_top : task.pad_top + rows, task.pad_left : task.pad_left + cols] = features[:rows, :cols]
+    padded = windows.pad(task, features)
     for ky in range(task.kernel_height):
         for kx in range(task.kernel_width):
-            y, x = ky * task.dilation_y, kx * task.dilation_x
-            window = padded[y : y + reach_y : task.stride_y, x : x + reach_x : task.stride_x][:height, :width]
-            yield ky, kx, window.reshape(-1, channels)
-
-
-def _pad_value(task: Task, dtype: np.dtype[Any]) -> Any:
-    """PAD_CON1 in the precision of the data: its low bits."""
-    return np.array([task.pad_value], "<u4").view(np.uint8)[: dtype.itemsize].view(dtype)[0]
+            window = padded[ky * task.dilation_y :: task.stride_y, kx * task.dilation_x :: task.stride_x]
+            yield ky, kx, window[:height, :width].reshape(-1, features.shape[2])
 
 
 def good_lines(task: Task, lines: int) -> int:

@@ -1,12 +1,13 @@
-"""Matmuls of known geometry on native kernels.
+"""Matmuls and convolutions of known geometry on native kernels.
 
-A `Plan` runs one shape: features that are rows, or atoms in rows of constant pitch; kernels as native kernels take
-them; outputs likewise. It declines (None) whatever it is not sure to do exactly as `convolve` does: outputs across
-buffers or over operands, addresses that wrap or are not mapped.
+A `Plan` runs one shape: features that are rows, or atoms in rows of constant pitch, or the windows of such; kernels as
+native kernels take them; outputs likewise. It declines (None) whatever it is not sure to do exactly as `convolve` does:
+outputs across buffers or over operands, addresses that wrap or are not mapped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native
-from ork.emulator import convolve, dpu, fetch
+from ork.emulator import dpu, fetch, windows
 from ork.emulator.checks import Verdict
 from ork.emulator.convolve import Places
 from ork.emulator.fetch import ATOM, WINDOW
+from ork.emulator.mac import Sums
 from ork.emulator.memory import Domain, IommuFault
 from ork.emulator.task import BLOCK, Task
 from ork.npu.isa import Precision
@@ -25,6 +27,7 @@ from ork.npu.isa import Precision
 Array = npt.NDArray[Any]
 _ATOM: Final = np.dtype((np.void, ATOM))
 _TILE: Final = 32  # channels of the native kernels' tiles
+_LONGEST: Final = 1 << 16  # elements of a window whose int8 sums fit int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,13 @@ def rows_of(offsets: npt.NDArray[np.int64], *, distinct: bool) -> Rows | None:
 class Plan:
     """How a task's matmul is run natively."""
 
-    __slots__ = ("_direct", "features", "kernels_bytes", "output", "pixels", "task")
+    __slots__ = ("_direct", "_windows", "features", "kernels_bytes", "output", "pixels", "task")
 
     def __init__(self, task: Task, features: Rows, output: Rows) -> None:
         self.task, self.features, self.output = task, features, output
         self.pixels, self.kernels_bytes = task.pixels, task.weights_size
-        self._direct = task.precision == Precision.INT8 and task.out_precision == Precision.INT32
+        self._windows = not _one_tap(task)
+        self._direct = not self._windows and task.precision == Precision.INT8 and task.out_precision == Precision.INT32
 
     def run(self, domain: Domain, places: Places) -> str | None:
         """Do the task; the rule a value broke, "" if none, None if nothing was done (take the literal way)."""
@@ -107,20 +111,21 @@ class Plan:
         return ""
 
     def _dense(self, domain: Domain, address: int) -> fetch.Bytes:
-        """The features as uint8 [pixels, bytes of a pixel]."""
+        """The features as uint8 [pixels of the image, bytes of a pixel]."""
         a = self.features
         raw = np.ascontiguousarray(domain.read_rows(address, a.count, a.size, a.pitch))
         if a.order is not None:
             raw = raw.reshape(-1).view(_ATOM).take(a.order).view(np.uint8)
-        return raw.reshape(self.pixels, -1)
+        return raw.reshape(self.task.width * self.task.height, -1)
 
     def _results(self, rows: fetch.Bytes, raw: fetch.Bytes) -> tuple[Array, str]:
         """[pixels, kernels] in the output precision, and the rule that a value broke, or ""."""
         task = self.task
-        if task.precision == Precision.FP16:
-            features = rows.view("<f2").reshape(task.height, task.width, -1)
-            parts = [convolve.output(task, features, raw, groups, task.height) for groups in convolve.chunks(task)]
-            return np.concatenate([results for results, _ in parts], axis=1), ""
+        if task.precision == Precision.FP16 or self._windows:
+            features = fetch.elements(rows, task.precision).reshape(task.height, task.width, -1)[..., : task.channels]
+            sums_of = _floats if task.precision == Precision.FP16 else _integers
+            parts = [dpu.convert(sums, task) for sums in sums_of(task, features, raw)]
+            return np.concatenate([x for x, _ in parts]), next((rule for _, rule in parts if rule), "")
         if task.precision == Precision.INT4:
             rows, raw = fetch.elements(rows, Precision.INT4).view(np.uint8), _inflate(raw, task)
         sums = np.empty((self.pixels, task.kernels), np.int32)
@@ -135,12 +140,33 @@ class Plan:
         domain.write_address(address, c.size, c.count, c.pitch)  # says what is about to be written
         buffer, offset = domain.locate(address, c.span)
         target = np.ndarray((c.count, c.size), np.uint8, buffer.dev, offset, (c.pitch, 1))
-        atoms = results.view(np.uint8)
+        written = self.task.groups * self.task.group
+        if results.shape[1] < written:  # channels beyond the kernels are 0
+            results = np.pad(results, ((0, 0), (0, written - results.shape[1])))
+        atoms = np.ascontiguousarray(results).view(np.uint8)
         if c.order is not None:
             places = np.empty(c.order.shape, _ATOM)
             places[c.order] = atoms.reshape(-1).view(_ATOM)
             atoms = places.view(np.uint8)
         target[:] = atoms.reshape(c.count, c.size)
+
+
+def _floats(task: Task, features: Array, raw: fetch.Bytes) -> Iterator[Sums]:
+    """Sums of fp16, some output lines at a time."""
+    kernels = windows.matrix(task, raw)
+    for part in windows.rows(task, features):
+        sums = Sums(task.precision, len(part), task.kernels)
+        sums.add(part, kernels)
+        yield sums
+
+
+def _integers(task: Task, features: Array, raw: fetch.Bytes) -> Iterator[Sums]:
+    """Sums of int8, some output lines at a time, by the native kernel."""
+    tiles, K, N = windows.tiles(task, raw), windows.columns(task), -(-task.kernels // _TILE) * _TILE
+    for part in windows.rows(task, features):
+        out = np.empty((len(part), N), np.int32)
+        native.accumulate_at(part.ctypes.data, K, len(part), K, tiles.ctypes.data, N, out.ctypes.data, N)
+        yield Sums.of(out[:, : task.kernels])
 
 
 def _inflate(raw: fetch.Bytes, task: Task) -> fetch.Bytes:
@@ -151,18 +177,21 @@ def _inflate(raw: fetch.Bytes, task: Task) -> fetch.Bytes:
     return np.ascontiguousarray(tiles).reshape(-1)
 
 
+def _one_tap(task: Task) -> bool:
+    """Whether a row of the matmul is a pixel as it lies in memory."""
+    one = task.kernel_elements == task.channels and (task.stride_x, task.stride_y) == (1, 1)
+    whole = task.channels % BLOCK == 0 and task.kernels % task.kind.group == 0 and task.kernels == task.dpu_channels
+    return one and whole and not (task.pad_left or task.pad_top) and (task.width, task.height) == task.core_out
+
+
 def plan(task: Task, verdict: Verdict) -> Plan | None:
-    """A plan for matmuls whose rows all fit; None for anything else."""
+    """A plan for matmuls and convolutions whose rows all fit; None for anything else."""
     if verdict.hang or verdict.refuse or verdict.poison or verdict.lines < task.height or task.data_reuse:
         return None
-    size = (task.width, task.height)
     if task.image or task.conversion or task.depthwise or (task.window_sums and task.ow_operand):
         return None
-    one_tap = (
-        task.kernel_elements == task.channels and (task.stride_x, task.stride_y) == (1, 1) and size == task.core_out
-    )
-    whole = task.channels % BLOCK == 0 and task.kernels == task.dpu_channels and task.kernels % task.kind.group == 0
-    if not one_tap or not whole or task.pad_left or task.pad_top or task.precision == Precision.INT16:
+    spatial = task.precision in (Precision.INT8, Precision.FP16) and task.kernel_elements <= _LONGEST
+    if not (spatial or _one_tap(task)) or task.precision == Precision.INT16:
         return None
     # Addresses relative to a base in the middle of the window, so that none wraps here; `run` checks the real ones.
     middle = 1 << 31

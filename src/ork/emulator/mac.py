@@ -22,6 +22,7 @@ Array = npt.NDArray[Any]
 
 _SCALE: Final = 24  # the smallest fp16 step is 2**-24: every finite fp16 number times 2**24 is an integer below 2**40
 _LIMB: Final = 20  # bits: products of two limbs stay below 2**40
+_MANTISSA: Final = 53  # bits that a double holds
 _K_STEP: Final = 1 << 13  # so many products of limbs sum up exactly in a double
 
 
@@ -42,6 +43,13 @@ class Sums:
         self._limbs = [np.zeros((pixels, kernels), np.int64) for _ in range(limbs)]
         self._special: Array | None = None  # what infinities and NaN make of the sums, where there are any
         self._is_special = np.zeros((pixels, kernels), bool)
+
+    @classmethod
+    def of(cls, integers: Array) -> Sums:
+        """Integer sums [pixels, kernels] that somebody else made."""
+        sums = cls(Precision.INT8, 0, 0)
+        sums._limbs = [integers.astype(np.int64)]
+        return sums
 
     def add(self, features: Array, kernels: Array) -> None:
         """Adds features [pixels, C] x kernels [kernels, C] (depthwise: [1, C]), both int8, int16 or float16."""
@@ -76,7 +84,14 @@ class Sums:
             self._is_special |= special
             features = np.where(np.isfinite(features), features, np.float16(0))
             kernels = np.where(np.isfinite(kernels), kernels, np.float16(0))
-        (a1, a0), (b1, b0) = _split(features), _split(kernels)
+        a, b = np.ldexp(features.astype(np.float64), _SCALE), np.ldexp(kernels.astype(np.float64), _SCALE)
+        if _exact(a, b):
+            whole = a * b if self._depthwise else a @ b.T
+            high = np.floor(np.ldexp(whole, -2 * _LIMB))
+            self._limbs[2] += high.astype(np.int64)
+            self._limbs[0] += (whole - np.ldexp(high, 2 * _LIMB)).astype(np.int64)
+            return
+        (a1, a0), (b1, b0) = _split(a), _split(b)
         self._limbs[2] += self._product(a1, b1)
         self._limbs[1] += self._product(a1, b0) + self._product(a0, b1)
         self._limbs[0] += self._product(a0, b0)
@@ -107,9 +122,21 @@ def _each(features: Array, kernel: Array) -> npt.NDArray[np.int64]:
     return product
 
 
-def _split(x: Array) -> tuple[Array, Array]:
-    """float16 as (high, low) of x * 2**24 = high * 2**20 + low, 0 <= low < 2**20, in doubles."""
-    whole = np.ldexp(x.astype(np.float64), _SCALE)
+def _exact(a: Array, b: Array) -> bool:
+    """Whether every sum of products of these integers, in any order, is exact in a double: multiples of one power of
+    two, too few and too small for a bit to be lost. So it is with small integers."""
+    bits = 0
+    for x in (a, b):
+        if not x.size:
+            return True
+        used = int(np.bitwise_or.reduce(np.abs(x).astype(np.int64), axis=None))  # no number has other bits
+        bits += used.bit_length() - ((used & -used).bit_length() - 1 if used else 0)
+    terms: int = a.shape[1]
+    return bits + terms.bit_length() <= _MANTISSA
+
+
+def _split(whole: Array) -> tuple[Array, Array]:
+    """Integers below 2**40 as (high, low) of high * 2**20 + low, 0 <= low < 2**20, in doubles."""
     high = np.floor(np.ldexp(whole, -_LIMB))
     return high, whole - np.ldexp(high, _LIMB)
 
