@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-NATIVE := $(wildcard src/ork/native/*.cpp src/ork/native/*.h src/ork/native/*.inl) CMakeLists.txt pyproject.toml
+NATIVE := $(wildcard src/ork/native/*.cpp src/ork/native/*.h src/ork/native/*.inl src/ork/emulator/preload/*.[ch]) CMakeLists.txt pyproject.toml
 
 .PHONY: demo test test-slow test-arm test-native lint bench goldens clean env
 
@@ -55,4 +55,4 @@ goldens:
 	build/goldens/bin/python tests/goldens/make_goldens.py
 
 clean:
-	rm -rf $(VENV) build src/ork/native/_core*.so
+	rm -rf $(VENV) build src/ork/native/_core*.so src/ork/emulator/preload/*.so

@@ -58,7 +58,9 @@ class OtherNode:
 
 @dataclass(eq=False)
 class HeapFile:
-    """The dma-heap."""
+    """A dma-heap. `cached`: whether the CPU caches its memory."""
+
+    cached: bool = True
 
 
 @dataclass(eq=False)

@@ -35,6 +35,11 @@ NODES = {
     "/dev/dri/renderD128": "rockchip",
     "/dev/dri/renderD129": "rknpu",
 }
+# The dma-heaps of Rockchip's kernels, and whether the CPU caches what they give.
+HEAPS = {uabi.DMA_HEAP: True} | {
+    f"/dev/dma_heap/{name}": "uncached" not in name
+    for name in ("system-uncached", "system-dma32", "system-uncached-dma32", "cma", "cma-uncached")
+}
 HEAP_LIMIT = 32 << 30  # the largest memory of a board
 
 
@@ -106,12 +111,12 @@ class EmulatedKernel:
             if path in self._nodes:
                 driver = self._nodes[path]
                 return self._install(DrmFile(path) if driver == DRIVER_NAME else OtherNode(path, driver))
-            if path == uabi.DMA_HEAP:
-                return self._install(HeapFile())
+            if path in HEAPS:
+                return self._install(HeapFile(HEAPS[path]))
         raise oserror(errno.ENOENT)
 
     def ioctl(self, fd: int, request: int, arg: ctypes.Structure) -> None:
-        file = self._file(fd)
+        file = self.file(fd)
         known = self._calls[type(file)].get(request)
         if known is not None and type(arg) is known[1]:
             known[0](file, arg)
@@ -134,7 +139,7 @@ class EmulatedKernel:
 
         OSError with the errno of a board.
         """
-        file = self._file(fd)
+        file = self.file(fd)
         if length <= 0 or offset % PAGE:
             raise oserror(errno.EINVAL)
         if isinstance(file, DmaBuf):
@@ -206,7 +211,8 @@ class EmulatedKernel:
         if arg.len > HEAP_LIMIT:
             raise oserror(errno.ENOMEM)
         try:
-            pages = self.memory.cached(-(-arg.len // PAGE) * PAGE)
+            make = self.memory.cached if file.cached else self.memory.uncached
+            pages = make(-(-arg.len // PAGE) * PAGE)
         except MemoryError as error:
             raise oserror(errno.ENOMEM) from error
         with self._lock:
@@ -306,7 +312,8 @@ class EmulatedKernel:
         self._files[fd] = file
         return fd
 
-    def _file(self, fd: int) -> File:
+    def file(self, fd: int) -> File:
+        """What a descriptor names. OSError EBADF."""
         file = self._files.get(fd)
         if file is None:
             raise oserror(errno.EBADF)

@@ -238,6 +238,10 @@ class Memory:
         """Fresh memory that the CPU caches. MemoryError when the host has none."""
         return VIEWS[self.views](size, self.allocate)
 
+    def uncached(self, size: int) -> Pages:
+        """Fresh memory that it does not. MemoryError likewise."""
+        return CoherentPages(size, self.allocate)
+
     # --- making and freeing (under the kernel's lock) ---
 
     def create(self, handle: int, size: int, flags: int, domain: int, sram_size: int = 0) -> Buffer:
@@ -255,7 +259,7 @@ class Memory:
         if not iova:
             raise OSError(errno.EFAULT, "no address space")
         try:
-            pages = self.cached(size) if flags & uabi.MEM_CACHEABLE else CoherentPages(size, self.allocate)
+            pages = (self.cached if flags & uabi.MEM_CACHEABLE else self.uncached)(size)
         except MemoryError as error:
             space.space.free(iova // PAGE, size // PAGE)
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
