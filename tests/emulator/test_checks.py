@@ -26,6 +26,7 @@ from tests.emulator.programs import (
     random_operands,
     stored_kernels,
 )
+from tests.emulator.test_dpu_rules import OF_THE_DPU
 
 ENGINES = pytest.mark.parametrize("engine", ["literal", "fast"])
 
@@ -97,8 +98,8 @@ CASES = [
     Case("padding", {0x1014: 0x400009}, register="CNA.PAD_CON0"),
     Case("conv-mode", {0x3010: 3}, register="DPU.FEATURE_MODE_CFG"),
     Case("conv-mode", {0x400C: 0x1FC}, register="DPU.FEATURE_MODE_CFG"),
-    Case("not-modelled", {0x4040: 0x12}),
-    Case("not-modelled", {0x4070: 0x302}),
+    Case("not-modelled", {0x4070: 0x40280 | 1 << 21}),
+    Case("not-modelled", {0x4034: 0x1C00003}),
     Case("not-modelled", {0x100C: 0x20010000}),
     Case("not-modelled", {0x4084: 0x4000}, FP16_FP16),
     Case("work-limit", {0x4058: 8191, 0x403C: 8191 << 16 | 8191, 0x3018: 8191, 0x1020: 0x200 << 16 | 0x200,
@@ -134,7 +135,7 @@ def run(case: Case, engine: str, strict: bool) -> tuple[Board, Outcome, np.ndarr
 
 def test_every_rule_has_a_test() -> None:
     of_the_chip = {name for name, rule in RULES.items() if rule.effect is not Effect.KERNEL}
-    assert {case.rule for case in CASES} | APART == of_the_chip
+    assert {case.rule for case in CASES} | APART | OF_THE_DPU == of_the_chip
 
 
 @ENGINES
@@ -335,7 +336,7 @@ def test_rdma_enabled_but_unconfigured(engine: str) -> None:
     only(board, "rdma-unconfigured")
 
 
-@pytest.mark.parametrize("enable", [0x18, 0x1D, 0x60])
+@pytest.mark.parametrize("enable", [0x7D])
 def test_blocks_that_are_not_modelled_are_refused_at_once(enable: int) -> None:
     board, registers = ready()
     outcome = board.run([{**registers, 0x5034: 1, 0x7030: 2, 0x6024: 0}], enable=enable)

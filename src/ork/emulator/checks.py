@@ -7,9 +7,11 @@ stream and about memory are checked where those are read, in `core` and `convolv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ork.emulator import operands
+from ork.emulator.reader import CPEND
 from ork.emulator.rules import RULES, Effect
 from ork.emulator.task import Task, name_of
 from ork.npu.isa import Precision
@@ -57,28 +59,33 @@ class Verdict:
 
 def judge(task: Task, soc: Soc, strict: bool) -> Verdict:
     """All findings of a task and what they add up to."""
-    findings = tuple(_findings(task, soc))
+    verdict = verdict_of(tuple(_findings(task, soc)), strict)
+    known = not task.not_modelled and not verdict.hang
+    return replace(verdict, lines=task.lines_that_fit(soc) if known else 0)
+
+
+def verdict_of(findings: tuple[Finding, ...], strict: bool) -> Verdict:
+    """What findings add up to; no line is called right yet."""
 
     def first(*effects: Effect) -> str:
         return next((f.rule for f in findings if f.effect in effects), "")
 
     spoiled = first(Effect.POISON, *((Effect.DOUBT,) if strict else ()))
-    known = not task.not_modelled and not first(Effect.HANG)
-    lines = task.lines_that_fit(soc) if known else 0
-    return Verdict(findings, first(Effect.HANG), first(Effect.REFUSE), bool(spoiled), lines)
+    return Verdict(findings, first(Effect.HANG), first(Effect.REFUSE), bool(spoiled), 0)
 
 
 def _findings(task: Task, soc: Soc) -> Iterator[Finding]:
     """Hangs first: where blocks disagree about precision or size, the other numbers mean nothing."""
     if task.missing:
         yield Finding("never-written", None, {"registers": " ".join(map(name_of, task.missing))})
-    hangs = list(_precisions(task)) or list(_outputs(task, soc))
+    hangs = list(_precisions(task)) or list(_outputs(task, soc)) or list(_operands(task))
     yield from hangs
     if hangs:
         return
     if task.not_modelled:
         yield Finding("not-modelled", None, {"asked": task.not_modelled})
         return
+    yield from (Finding(*x) for x in operands.doubts(task.stages, task.reader, task.pixels, task.atoms))
     for check in _CHECKS:
         yield from check(task, soc)
 
@@ -116,6 +123,24 @@ def _outputs(task: Task, soc: Soc) -> Iterator[Finding]:
     last = ((width - 1) * task.stride_x - task.pad_left, (height - 1) * task.stride_y - task.pad_top)
     if last[0] >= task.width or last[1] >= task.height:  # the last window holds nothing but padding
         yield Finding("output-size", 0x3014, {"last_window": last, "features": (task.width, task.height)})
+
+
+def _operands(task: Task) -> Iterator[Finding]:
+    """What DPU_RDMA must deliver beside a convolution."""
+    yield from (Finding(*x) for x in operands.hangs(task.stages, task.reader))
+    reader = task.reader
+    if task.ow_memory and not (reader and reader.bs_use & CPEND):
+        yield Finding("operand-missing", 0x501C, {"stage": "ow"})
+    if reader is None:
+        return
+    if reader.flying:
+        yield Finding("rdma-unconfigured", 0x5044, {"flying": reader.flying})
+    if {reader.precision, reader.proc_precision} != {task.precision}:
+        values = {"rdma_in": reader.precision, "rdma": reader.proc_precision, "in": task.precision}
+        yield Finding("precision-mix", 0x5044, values)
+    sizes = (reader.width, reader.height), task.dpu_out
+    if reader.element is not None and sizes[0] != sizes[1]:
+        yield Finding("output-size", 0x500C, {"rdma": sizes[0], "dpu": sizes[1]})
 
 
 def _banks(task: Task, soc: Soc) -> Iterator[Finding]:

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from ork.emulator import dpu, fetch, windows
 from ork.emulator.mac import Sums
 from ork.emulator.memory import Domain
+from ork.emulator.pipeline import NOTHING, Side
+from ork.emulator.reader import CPEND, Sources
+from ork.emulator.rules import RULES, Effect
 from ork.emulator.task import Task
 
 Array = npt.NDArray[Any]
@@ -30,6 +33,7 @@ class Places:
     features: int
     weights: int
     output: int
+    sources: Sources | None = None  # of DPU_RDMA, where it runs too
 
     @classmethod
     def at(cls, features: int, weights: int, output: int, base: int, *, image: bool = False) -> Places:
@@ -38,10 +42,18 @@ class Places:
         return cls(base + features & (fetch.WINDOW if image else mask), base + weights & mask, base + output & mask)
 
 
-def output(task: Task, features: Array, weights: Bytes, groups: tuple[int, int], height: int) -> tuple[Array, str]:
+def output(
+    task: Task,
+    features: Array,
+    weights: Bytes,
+    groups: tuple[int, int],
+    height: int,
+    side: Side = NOTHING,
+) -> tuple[Array, str]:
     """Results [height * width, kernels] of the first `height` lines and kernel groups [first, last), and the rule
-    that a value broke, or ""."""
+    that a value broke, or "". `side` holds what the output stages need for all kernels."""
     first, last = (min(g * task.group, task.results) for g in groups)
+    side = side.part(task.core_out[0] * height, first, last)
     sums = Sums(
         task.precision,
         task.core_out[0] * height,
@@ -55,8 +67,8 @@ def output(task: Task, features: Array, weights: Bytes, groups: tuple[int, int],
         for ky, kx, pixels in _taps(task, read, height):
             sums.add(pixels, np.ascontiguousarray(taps[:, ky, kx]))
     if task.window_sums:
-        sums.weigh(task.ow_operand)
-    return dpu.convert(sums, task)
+        sums.weigh(side.bs[CPEND] if task.ow_memory else task.ow_operand)
+    return dpu.convert(sums, task, side)
 
 
 def _taps(task: Task, features: Array, height: int) -> Iterator[tuple[int, int, Array]]:
@@ -84,7 +96,7 @@ def chunks(task: Task) -> Iterator[tuple[int, int]]:
     return ((g, min(g + step, task.groups)) for g in range(0, task.groups, step))
 
 
-def run(domain: Domain, task: Task, base: int, operands: tuple[Array, Bytes] | None) -> str:
+def run(domain: Domain, task: Task, base: int, operands: tuple[Array, Bytes] | None, side: Side = NOTHING) -> str:
     """Compute and write a task's output; the rule a value broke, or "".
 
     `operands` are the features [lines, width, channels] of the lines that fit and all kernels as stored; without them
@@ -98,8 +110,9 @@ def run(domain: Domain, task: Task, base: int, operands: tuple[Array, Bytes] | N
     for first, last in chunks(task):
         atoms = np.full((last - first, task.pixels, task.atoms, fetch.ATOM), dpu.POISON, np.uint8)
         if operands and good:
-            results, rule = output(task, *operands, (first, last), height)
-            atoms[:, :good] = dpu.atoms_of(results, task, last - first)
+            results, rule = output(task, *operands, (first, last), height, side)
+            if not rule or RULES[rule].effect is not Effect.POISON:
+                atoms[:, :good] = dpu.atoms_of(results, task, last - first)
             broken = broken or rule
         fetch.scatter(domain, dpu.output_addresses(task, base, first, last), atoms)
     return broken

@@ -8,19 +8,25 @@ literal way. Both leave the same bytes, register groups and findings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ork.emulator import convolve, fetch
+from ork.emulator import convolve, elementwise, fetch, reader
+from ork.emulator import operands as operands_of_stages
 from ork.emulator.checks import Finding, Verdict, judge
 from ork.emulator.convolve import Places
 from ork.emulator.fast import Plan
-from ork.emulator.groups import Groups
+from ork.emulator.groups import Groups, Registers
 from ork.emulator.images import Images
+from ork.emulator.lut import ACCESS_CFG, TABLE_ACCESS, Tables
 from ork.emulator.memory import Domain, IommuFault
+from ork.emulator.pipeline import NOTHING
+from ork.emulator.rdma import OperandFault
+from ork.emulator.reader import Sources
 from ork.emulator.report import Report
 from ork.emulator.rules import RULES
 from ork.emulator.stream import Stream, parse
@@ -32,12 +38,18 @@ ENGINES: Final = ("fast", "literal")
 _TASK_NS: Final = 4400  # a chained program costs so much (measured) ...
 _WEIGHTS_PER_NS: Final = 10.8  # ... and its weights so many bytes a nanosecond (measured), or, if that takes longer,
 _MACS_PER_NS: Final = {4: 2048, 8: 1024, 16: 512}  # its multiply-adds by bits of an element (nominal peak of a core)
-_NOT_YET: Final = (0x18, 0x1D, 0x60, 0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
+_SDP_PER_NS: Final = 8  # elements of the DPU alone: nobody has measured it
+_NOT_YET: Final = (0x60, 0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
 _BASE_ADDRESS: Final = 0x0010
 MAX_WORDS: Final = 1 << 23  # read one by one in one submit; 4095 programs of the usual length have less than 2**19
 _SHOWN: Final = 4  # words of the wrong target that a report lists
-_DONE: Final = (int(Interrupt.DPU_0), int(Interrupt.DPU_1))  # by the group that ran
+_DONE: Final = {  # by the block that ends the pipe, and its group that ran
+    "DPU": (int(Interrupt.DPU_0), int(Interrupt.DPU_1)),
+    "PPU": (int(Interrupt.PPU_0), int(Interrupt.PPU_1)),
+}
 _MATMUL: Final = int(MATMUL)
+_FUSED: Final = int(MATMUL | Enable.DPU_RDMA)
+_STANDALONE: Final = int(Enable.DPU | Enable.DPU_RDMA)
 
 
 @dataclass(slots=True)
@@ -80,12 +92,15 @@ class Core:
             raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
         self.index, self.soc, self.report = index, soc, report
         self._images = Images(soc, report.strict) if engine == "fast" else None
+        self.ended: Callable[[int, int, int], None] | None = None  # told of each program: number, address, ns
         self.reset()
 
     def reset(self) -> None:
         """A soft reset: nothing was ever written."""
         self.groups = Groups()
+        self.tables = Tables()
         self._parsed = 0
+        self._chained = False  # the submit has several programs
         self._features: _Loaded | None = None
         self._weights: _Loaded | None = None
 
@@ -108,12 +123,14 @@ class Core:
         # Whether the buffer's contents outlive a submit is unproven: here they don't.
         self._features = self._weights = None
         self._parsed = 0
+        self._chained = task_number > 1
         at, fetched = address & fetch.WINDOW & ~15, fetch_amount(amount) & 0xFFFF
         if at != address:
             self._add(Finding("address-alignment", _BASE_ADDRESS, {"address": address}))
         try:
             for number in range(task_number):
                 self.report.at_program(number)
+                start, began = at, outcome.hw_ns
                 try:
                     at, fetched = self._program(domain, at, fetched, task_base, outcome)
                 except _Stop as stop:
@@ -122,6 +139,8 @@ class Core:
                     outcome.refused = stop.refused
                     return outcome
                 outcome.tasks = number + 1
+                if self.ended is not None:
+                    self.ended(number, start, outcome.hw_ns - began)
                 if outcome.tasks == task_number:
                     return outcome
                 if not at or not fetched:
@@ -153,6 +172,8 @@ class Core:
             image = self._images.of(words)
             places = image.apply(self.groups, words, base) if image is not None else None
             if image is not None and places is not None:
+                if image.table_access is not None:
+                    self.tables.write(ACCESS_CFG, image.table_access)
                 self._judged(domain, image.task, image.verdict, image.plan, places, outcome)
                 return image.following(words)
         stream = parse(words)
@@ -166,24 +187,39 @@ class Core:
             self._add(
                 Finding("word-target", None, {"words": " ".join(f"{words[i]:#018x}" for i in stream.strays[:_SHOWN])})
             )
-        for write in stream.writes:
-            self.groups.blocks[write.block].write(write.offset, write.value)
+        self._write(stream)
         self._enabled(domain, stream.enable, base, outcome)
         return _next(stream, words)
 
+    def _write(self, stream: Stream) -> None:
+        """A program's writes, into the groups and into the tables."""
+        lost = 0
+        for write in stream.writes:
+            self.groups.blocks[write.block].write(write.offset, write.value)
+            if write.offset in TABLE_ACCESS:
+                lost += not self.tables.write(write.offset, write.value)
+        if lost:
+            self._add(Finding("lut-address", ACCESS_CFG, {"words": lost}))
+
     def _enabled(self, domain: Domain, enable: int, base: int, outcome: Outcome) -> None:
-        """Run what the op-enable word starts."""
+        """Run what the op-enable word starts. (Convolutions are `convolve`, standalone operations `elementwise`.)"""
         running = {name: self.groups.running(name) for name in self.groups.blocks}
         if enable & ~MATMUL == Enable.DPU_RDMA and not running["DPU_RDMA"]:
             raise _Stop(Finding("rdma-unconfigured", 0x5034, {"enable": enable}))
         if enable in _NOT_YET:
             text = f"{RULES['not-modelled'].text}: op-enable mask {enable:#x}"
             raise _Stop(Finding("not-modelled", None, {"enable": enable}), refused=True, text=text)
-        if enable != MATMUL:
+        if enable == _STANDALONE:
+            self._standalone(domain, running["DPU"], running["DPU_RDMA"], base, outcome)
+            return
+        if enable not in (MATMUL, _FUSED):
             raise _Stop(Finding("op-enable-mask", None, {"enable": enable}))
-        task = read(running["CNA"], running["CORE"], running["DPU"])
+        rdma = running["DPU_RDMA"] if enable == _FUSED else None
+        task = read(running["CNA"], running["CORE"], running["DPU"], rdma)
         at = running["CNA"].get(FEATURES, 0), running["CNA"].get(WEIGHTS, 0), running["DPU"].get(OUTPUT, 0)
         places = Places.at(*at, base, image=bool(task.image))
+        if rdma is not None:
+            places = replace(places, sources=Sources.at(rdma, base))
         if self._images is not None:
             verdict, plan = self._images.judged(task)
         else:
@@ -199,15 +235,7 @@ class Core:
         self, domain: Domain, task: Task, verdict: Verdict, plan: Plan | None, places: Places, outcome: Outcome
     ) -> None:
         """Report what was found, then run the task as far as it runs."""
-        for finding in verdict.findings:
-            if finding.rule in (verdict.hang, verdict.refuse):
-                continue  # the stop below reports it
-            self._add(finding)
-        if verdict.hang or verdict.refuse:
-            stopper = verdict.hang or verdict.refuse
-            finding = next(f for f in verdict.findings if f.rule == stopper)
-            text = f"{RULES[stopper].text}: {task.not_modelled}" if stopper == "not-modelled" else None
-            raise _Stop(finding, refused=not verdict.hang, text=text)
+        self._obey(verdict, task.not_modelled)
         rule: str | None = None
         if plan is not None and not (task.weight_reuse and not self._in_memory(task, places)):
             rule = plan.run(domain, places)
@@ -220,9 +248,43 @@ class Core:
             self._add(Finding(rule, 0x4010))
         macs_ns = task.pixels * task.weights_size * 8 / task.kind.bits / _MACS_PER_NS[task.kind.bits]
         outcome.hw_ns += _TASK_NS + int(max(task.weights_size / _WEIGHTS_PER_NS, macs_ns))
-        executer = self.groups.blocks["DPU"].executer
-        outcome.int_status = _DONE[executer]
-        self.groups.ran(_MATMUL)
+        self._ran(_MATMUL if task.reader is None else _FUSED, "DPU", outcome)
+
+    def _obey(self, verdict: Verdict, not_modelled: str) -> None:
+        """Report what was found; stop where the program does."""
+        for finding in verdict.findings:
+            if finding.rule not in (verdict.hang, verdict.refuse):  # the stop below reports those
+                self._add(finding)
+        if verdict.hang or verdict.refuse:
+            stopper = verdict.hang or verdict.refuse
+            finding = next(f for f in verdict.findings if f.rule == stopper)
+            text = f"{RULES[stopper].text}: {not_modelled}" if stopper == "not-modelled" else None
+            raise _Stop(finding, refused=not verdict.hang, text=text)
+
+    def _ran(self, enable: int, last: str, outcome: Outcome) -> None:
+        """The blocks of that mask have run; `last` raises the interrupt."""
+        outcome.int_status = _DONE[last][self.groups.blocks[last].executer]
+        self.groups.ran(enable)
+
+    def _aligned(self, registers: Registers, *offsets: int) -> None:
+        for offset in offsets:
+            if (value := registers.get(offset, 0)) & 15:
+                self._add(Finding("address-alignment", offset, {"address": value}))
+
+    # --- without the core ---
+
+    def _standalone(self, domain: Domain, dpu: Registers, rdma: Registers, base: int, outcome: Outcome) -> None:
+        op = elementwise.read(dpu, rdma)
+        verdict = elementwise.judge(op, self.soc, self.report.strict, chained=self._chained)
+        self._obey(verdict, op.not_modelled)
+        self._aligned(dpu, OUTPUT)
+        self._aligned(rdma, *reader.ADDRESSES)
+        sources, output = Sources.at(rdma, base), base + dpu.get(OUTPUT, 0) & fetch.WINDOW & ~15
+        run = partial(elementwise.run, domain, op, sources, output, self.tables, poison=verdict.poison)
+        for rule in _mapped(OUTPUT, run):
+            self._add(Finding(rule, 0x4010))
+        outcome.hw_ns += _TASK_NS + int(op.pixels * op.channels / _SDP_PER_NS)
+        self._ran(_STANDALONE, "DPU", outcome)
 
     # --- the literal way ---
 
@@ -233,7 +295,11 @@ class Core:
         else:
             self._features = _Loaded(task, places, operands[0])
             self._weights = self._kept(task, places, operands[1])
-        broken: str = _mapped(OUTPUT, lambda: convolve.run(domain, task, places.output, operands))
+        side = NOTHING
+        if operands is not None:
+            fetch_side = partial(operands_of_stages.fetch, domain, task.stages, task.reader, places.sources)
+            side = _mapped(OUTPUT, partial(fetch_side, task.results, self.tables))
+        broken: str = _mapped(OUTPUT, lambda: convolve.run(domain, task, places.output, operands, side))
         return broken
 
     def _load(
@@ -295,4 +361,5 @@ def _mapped(register: int, access: Callable[[], Any]) -> Any:
     try:
         return access()
     except IommuFault as fault:
+        register = fault.register if isinstance(fault, OperandFault) else register
         raise _Stop(Finding("unmapped-address", register, {"address": fault.iova}), text=str(fault)) from None

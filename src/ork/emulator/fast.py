@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native
-from ork.emulator import dpu, fetch, windows
+from ork.emulator import dpu, fetch, pipeline, windows
 from ork.emulator.checks import Verdict
 from ork.emulator.convolve import Places
 from ork.emulator.fetch import ATOM, WINDOW
@@ -75,8 +75,9 @@ class Plan:
     def __init__(self, task: Task, features: Rows, output: Rows) -> None:
         self.task, self.features, self.output = task, features, output
         self.pixels, self.kernels_bytes = task.pixels, task.weights_size
+        plain = task.out_precision == Precision.INT32 and not task.stages.active
         self._windows = not _one_tap(task)
-        self._direct = not self._windows and task.precision == Precision.INT8 and task.out_precision == Precision.INT32
+        self._direct = not self._windows and task.precision == Precision.INT8 and plain
 
     def run(self, domain: Domain, places: Places) -> str | None:
         """Do the task; the rule a value broke, "" if none, None if nothing was done (take the literal way)."""
@@ -133,7 +134,10 @@ class Plan:
             rows.ctypes.data, task.channels, self.pixels, task.channels, raw.ctypes.data, task.kernels,
             sums.ctypes.data, task.kernels,
         )  # fmt: skip
-        return (sums, "") if self._direct else dpu.narrow(sums.astype(np.int64), task)
+        if self._direct:
+            return sums, ""
+        results, broken = pipeline.run(sums.astype(np.int64), task.stages)
+        return results, next(iter(broken), "")
 
     def _write(self, domain: Domain, address: int, results: Array) -> None:
         c = self.output
@@ -190,6 +194,8 @@ def plan(task: Task, verdict: Verdict) -> Plan | None:
         return None
     if task.image or task.conversion or task.depthwise or (task.window_sums and task.ow_operand):
         return None
+    if task.reader is not None or task.stages.lookup is not None:
+        return None  # operands and tables of the output stages
     spatial = task.precision in (Precision.INT8, Precision.FP16) and task.kernel_elements <= _LONGEST
     if not (spatial or _one_tap(task)) or task.precision == Precision.INT16:
         return None

@@ -13,6 +13,7 @@ from ork.emulator.checks import Verdict, judge
 from ork.emulator.convolve import Places
 from ork.emulator.fast import Plan, plan
 from ork.emulator.groups import CLEARS, POINTER, POINTER_PP, Groups, Registers
+from ork.emulator.lut import ACCESS_CFG, ACCESS_DATA, WRITE
 from ork.emulator.stream import Stream, parse
 from ork.emulator.task import FEATURES, OUTPUT, READS, WEIGHTS, Task, read
 from ork.npu.isa import ADDRESS_OFFSETS, MATMUL, REGISTERS, Words, mask_addresses
@@ -40,6 +41,8 @@ class Image:
         self._features, self._weights, self._output = (words[key] for key in _ADDRESSES)
         # addresses of registers that the task does not use still are part of the groups
         self._others = [(b, o, i) for (b, o), i in words.items() if o in ADDRESS_OFFSETS and (b, o) not in _ADDRESSES]
+        access = last.get(("DPU", ACCESS_CFG))
+        self.table_access = None if access is None else stream.writes[access].value
         self._next_index, self._next_amount = stream.next_index, stream.next_amount
 
     def apply(self, groups: Groups, words: Words, base: int) -> Places | None:
@@ -82,6 +85,14 @@ def last_writes(stream: Stream) -> dict[tuple[str, int], int]:
     return {(w.block, w.offset): i for i, w in enumerate(stream.writes) if w.offset & 0xFFF != POINTER}
 
 
+def loads_tables(stream: Stream) -> bool:
+    """Whether a text may write points of a table, which register groups do not hold."""
+    access = [w for w in stream.writes if w.offset in {ACCESS_CFG, ACCESS_DATA}]
+    return any(w.offset == ACCESS_CFG and w.value & WRITE for w in access) or (
+        bool(access) and access[0].offset == ACCESS_DATA
+    )
+
+
 class Images:
     """Texts and tasks that a core has seen, the latest about a thousand of each."""
 
@@ -121,12 +132,13 @@ class Images:
         if stream.enable != MATMUL or stream.strays or any(v & CLEARS or not v & POINTER_PP for v in pointers):
             return None
         last = last_writes(stream)
-        if not last.keys() >= _NEEDED:
+        written = {offset for _, offset in last}
+        if not last.keys() >= _NEEDED or loads_tables(stream):
             return None
         registers: dict[str, Registers] = {name: {} for name in _BLOCKS}
         for (block, offset), index in last.items():
             registers.setdefault(block, {})[offset] = stream.writes[index].value
         task = read(registers["CNA"], registers["CORE"], registers["DPU"])
-        if task.conversion is not None:
+        if task.conversion is not None or not written >= set(task.stages.reads):
             return None  # it reads registers that are not needed without
         return Image(stream, (task, *self.judged(task)))

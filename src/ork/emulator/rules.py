@@ -113,6 +113,20 @@ _TABLE: Final[tuple[tuple[str, Severity, Effect, str, str], ...]] = (
     ("window-sums", _U, _NONE, "unproven", "weight zero points are proved for int8"),
     ("fp16-window", _U, _NONE, "unproven", "fp16 with strides or kernels above 5: no result is recorded on a board"),
     ("padding", _U, _NONE, "manual", "fp16 padding or dilation rests on register names alone"),
+    # --- the output stages, standalone operations, tables, pooling ---
+    ("operand-missing", _E, _HANG, "measured", "a stage waits for an operand that DPU_RDMA does not read"),
+    ("stage-unproven", _U, _NONE, "unproven", "nobody has shown what the output stage does here"),
+    ("operand-layout", _U, _NONE, "unproven", "several BRDMA operands: their layout is known from a sister chip only"),
+    ("operand-stride", _U, _NONE, "unproven", "the strides of ERDMA disagree; the surface stride is taken"),
+    ("stage-overflow", _U, _NONE, "unproven", "a value does not fit int32 between stages; taken as saturated"),
+    ("sdp-precisions", _U, _NONE, "unproven", "no known program of the DPU alone has these precisions"),
+    ("sdp-rows", _E, _HANG, "measured", "a standalone integer operation wider than 8176"),
+    ("sdp-int16-chain", _E, _HANG, "measured", "an int16 operation of two inputs with BS active, inside of a chain"),
+    ("minmax-unproven", _U, _NONE, "unproven", "minima over channels, or maxima of staged values"),
+    ("surface-length", _U, _NONE, "derived", "FEATURE_MODE_CFG.surf_len is not the atoms that the results take"),
+    ("lut-unloaded", _E, _POISON, "derived", "a table is used whose points were never written since reset"),
+    ("lut-address", _U, _NONE, "unproven", "more than 513 points for a table: those beyond are dropped"),
+    ("lut-fp16-output", _E, _HANG, "measured", "fp16 results out of a matmul through the tables; fp32 works"),
     # --- memory ---
     ("unmapped-address", _E, _HANG, "measured", "the address is not mapped: IOMMU fault"),
     (

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ork.emulator import reader, stages
+from ork.emulator.reader import Reader
+from ork.emulator.stages import Stages
 from ork.npu.isa import REGISTERS, ConvMode, Precision, decode
 from ork.npu.soc import Soc
 
 FEATURES, WEIGHTS, OUTPUT = 0x1070, 0x1110, 0x4020  # registers of the addresses
-_BYPASSED = 0x53  # BS_CFG, BN_CFG: the stage and each of its units bypassed
-_EW_BYPASSED = 0x383
 _TO_MEMORY = 2  # output_mode
 
 # Registers without which a program means nothing sure; the others rest at 0 in programs that work.
@@ -127,10 +128,9 @@ class Task:
     # weight zero points: results += operand * sum of the window's features
     window_sums: bool
     ow_operand: int
-    scale: int
-    shift: int
-    offset: int
-    half_up: bool
+    ow_memory: bool  # the operand is a vector out of memory
+    stages: Stages
+    reader: Reader | None  # DPU_RDMA beside the convolution
     # what is asked for and not modelled, "" if nothing; registers in use that were never written
     not_modelled: str
     missing: tuple[int, ...]
@@ -198,8 +198,11 @@ READS: Final = (
 )
 
 
-def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]) -> Task:
-    """The task that these register groups (offset -> value) describe. Never raises: `checks` judges it."""
+def read(
+    cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int], rdma: Mapping[int, int] | None = None
+) -> Task:
+    """The task that these register groups (offset -> value) describe; `rdma` if DPU_RDMA runs too. Never raises:
+    `checks` judges it."""
     registers = {**cna, **core, **dpu}
     f = _Fields(registers)
     con1, con3, size0, size1 = f(0x100C), f(0x1014), f(0x1020), f(0x1024)
@@ -220,9 +223,10 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
     atoms = ow["size_e_0"] + 1 if 0x4050 in registers else max(usual_atoms, 1)
     wdma = f(0x405C)
     dense = cube_w * cube_h * 16
-    shift = f(0x4088)
     elements = kernel["weight_kernels"] * kernel["weight_width"] * kernel["weight_height"] * size1["datain_channel"]
-    out_scale = f(0x4084, 1)
+    window_sums = bool(misc["qd_en"]) and not ow["od_bypass"] and precision != Precision.FP16
+    stage = stages.read(dpu)
+    source = None if rdma is None else reader.read(rdma)
     return Task(
         precision=precision,
         precisions=(con1["proc_precision"], misc["proc_precision"], form["in_precision"], form["proc_precision"]),
@@ -268,13 +272,12 @@ def read(cna: Mapping[int, int], core: Mapping[int, int], dpu: Mapping[int, int]
         group_stride=f(0x40C0)["surf_add"] if 0x40C0 in registers else dense * atoms,
         notch=16 * notch["notch_addr_0"],
         notches_equal=notch["notch_addr_0"] == notch["notch_addr_1"],
-        window_sums=bool(misc["qd_en"]) and not ow["od_bypass"] and precision != Precision.FP16,
+        window_sums=window_sums,
         ow_operand=f(0x4054)["ow_op"],
-        scale=out_scale["out_cvt_scale"],
-        shift=shift["out_cvt_shift"],
-        offset=f(0x4080)["out_cvt_offset"],
-        half_up=bool(shift["cvt_round"]),
-        not_modelled=_not_modelled(f, kind, out_precision),
+        ow_memory=window_sums and bool(ow["ow_src"]),
+        stages=stage,
+        reader=source,
+        not_modelled=_not_modelled(f, kind, out_precision, stage, source),
         missing=tuple(offset for offset in _WANTED if offset not in registers),
     )
 
@@ -296,12 +299,10 @@ def _conversion(f: _Fields) -> Conversion | None:
     )
 
 
-def _not_modelled(f: _Fields, kind: Kind | None, out_precision: int) -> str:
+def _not_modelled(f: _Fields, kind: Kind | None, out_precision: int, stage: Stages, source: Reader | None) -> str:
     """The first thing asked for that the engines cannot do yet, or ""."""
-    con1, form, mode, out = f(0x100C), f(0x4010), f(0x400C), f(0x4084, 1)
-    bs, bn, ew = f(0x4040, _BYPASSED), f(0x4060, _BYPASSED), f(0x4070, _EW_BYPASSED)
+    con1, form, mode = f(0x100C), f(0x4010), f(0x400C)
     conversion = _conversion(f)
-    integer_out = out_precision in {Precision.INT8, Precision.INT16}
     asked = {
         f"input precision {con1['in_precision']}": kind is None,
         f"output precision {out_precision} of {kind.name if kind else ''}": kind and out_precision not in kind.outputs,
@@ -319,25 +320,14 @@ def _not_modelled(f: _Fields, kind: Kind | None, out_precision: int) -> str:
         and not con1["argb_in"],
         "FC skipping": f(0x1060)["fc_skip_en"],
         "compressed weights": f(0x1100)["decomp_control"],
-        "weight zero points from memory": not f(0x4050)["od_bypass"] and f(0x3010)["qd_en"] and f(0x4050)["ow_src"],
-        "the BS stage": _active(bs, "bs"),
-        "the BN stage": _active(bn, "bn"),
-        "the EW stage": not ew["ew_bypass"]
-        and not (ew["ew_op_bypass"] and ew["ew_lut_bypass"] and ew["ew_relu_bypass"]),
         "row maxima": f(0x4034)["minmax_ctl"],
         "non-aligned or transposed output": mode["nonalign"] or mode["tp_en"] or form["mc_surf_out"],
         f"output mode {mode['output_mode']}": mode["output_mode"] != _TO_MEMORY,
         "features from memory beside a convolution": mode["flying_mode"],
-        "adding before scaling in OUT_CVT": integer_out and f(0x4088)["cvt_type"],
-        "scaling of fp16 outputs": out_precision == Precision.FP16
-        and (out["out_cvt_scale"] != 1 or f(0x4080)["out_cvt_offset"] or f(0x4088)["minus_exp"]),
+        stage.not_modelled: stage.not_modelled,
+        source.not_modelled if source else "": source is not None and source.not_modelled,
     }
     return next((what for what, yes in asked.items() if yes), "")
-
-
-def _active(cfg: dict[str, int], stage: str) -> bool:
-    units = (cfg[f"{stage}_alu_bypass"], cfg[f"{stage}_mul_bypass"], cfg[f"{stage}_relu_bypass"])
-    return not cfg[f"{stage}_bypass"] and not all(units)
 
 
 def name_of(offset: int) -> str:
