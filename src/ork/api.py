@@ -15,8 +15,11 @@ from ork import models
 from ork.build.cache import cached_pack
 from ork.build.convert import DEFAULT_MAX_RAM
 from ork.devices.choose import open_device
+from ork.engine.draft import DraftModel, relative_cost
+from ork.engine.ngram import PromptLookup
 from ork.engine.sampling import SamplingParams
 from ork.engine.session import Engine, Session, Stats
+from ork.engine.speculative import DEFAULT_MOST, check_most
 from ork.errors import UsageError
 from ork.npu.kernel import Kernel
 from ork.ops import Ops
@@ -27,6 +30,7 @@ from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
+NGRAM = "ngram"  # the draft that is no model: prompt look-up
 
 
 class LoadedModel:
@@ -66,8 +70,48 @@ class LoadedModel:
         if kv not in ("f16", "f32"):
             raise UsageError(f"--kv {kv}: known are f16, f32")
         self.kv = kv
+        self.sequences = sequences
         self.engine = Engine(ops, self.model, context=self.context, half=kv == "f16", sequences=sequences)
         self.tokenizer = Tokenizer.load(pack.tokenizer)
+        self.draft: LoadedModel | str | None = None
+        self.draft_max = DEFAULT_MOST
+
+    def use_draft(self, draft: Pack | str, *, most: int | None = None, threads: int | None = None) -> None:
+        """Lets a small model, or `"ngram"`, propose up to `most` tokens for each pass; the text stays the same.
+
+        The small model runs on the CPU, where it is in place: it computes one row at a time. Its pack belongs to this
+        model from now on. Raises UsageError if the two do not share their vocabulary.
+        """
+        self.draft_max = check_most(most)
+        if isinstance(draft, str):
+            if draft != NGRAM:
+                raise ValueError(f"a draft is a pack or {NGRAM!r}")
+            self.draft = draft
+            return
+        if not self.tokenizer.shared_with(Tokenizer.load(draft.tokenizer)):
+            raise UsageError(
+                f"{draft.path} cannot draft for {self.pack.path}: their vocabularies differ; take a model of one family"
+            )
+        trained = draft.metadata.get(f"{draft.metadata.get('general.architecture')}.context_length")
+        context = min(self.context, trained) if isinstance(trained, int) else self.context
+        self.draft = LoadedModel(
+            draft, device="cpu", threads=threads, context=context, kv=None, sequences=self.sequences
+        )
+
+    def session(self) -> Session:
+        """A conversation's place in the cache, with a drafter of its own if there is a draft."""
+        session = Session(self.engine, self.tokenizer, draft_max=self.draft_max)
+        if isinstance(self.draft, LoadedModel):
+            small = self.draft
+            session.drafter = DraftModel(
+                small.engine,
+                small.tokenizer,
+                vocab=self.tokenizer.shared_with(small.tokenizer),
+                cost=relative_cost(small.pack.nbytes, self.pack.nbytes, None),
+            )
+        elif self.draft is not None:
+            session.drafter = PromptLookup()
+        return session
 
     def generate(
         self,
@@ -79,7 +123,7 @@ class LoadedModel:
         **sampling: Any,
     ) -> Iterator[str]:
         """Text that follows `prompt`, piece by piece. Sampling as in `SamplingParams`; greedy by default."""
-        session = Session(self.engine, self.tokenizer)
+        session = self.session()
         try:
             yield from session.generate(
                 self.tokenizer.encode(prompt), SamplingParams(**sampling), limit=max_tokens, stop=stop, stats=stats
@@ -96,6 +140,8 @@ class LoadedModel:
         return self.engine.logits(tokens, chunk)
 
     def close(self) -> None:
+        if isinstance(self.draft, LoadedModel):
+            self.draft.close()
         self.stream.close()
         self.device.close()
         self.pack.close()
@@ -112,7 +158,7 @@ class Chat:
 
     def __init__(self, model: LoadedModel, template: str | None = None):
         t = model.tokenizer
-        self.session = Session(model.engine, t)
+        self.session = model.session()
         self.template = ChatTemplate.of(model.pack.metadata, _piece(t, t.bos), _piece(t, t.eos), template)
         self.model = model
         self.messages: list[dict[str, str]] = []
@@ -166,15 +212,19 @@ def load(
     kv: str | None = None,
     sequences: int = 1,
     min_rows: int | None = None,
+    draft: str | os.PathLike[str] | None = None,
+    draft_max: int | None = None,
     max_ram: int = DEFAULT_MAX_RAM,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Opens a pack; a GGUF file or Hugging Face folder is converted once into the cache.
 
+    `draft` is a small model of the same vocabulary, or "ngram" for prompt look-up: up to `draft_max` of its tokens are
+    checked in one pass, and the text stays the same.
     `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
     """
     pack = cached_pack(Path(path), codec=codec, rotate=rotate, max_ram=max_ram, progress=progress)
-    return LoadedModel(
+    model = LoadedModel(
         Pack.open(pack),
         device=device,
         threads=threads,
@@ -183,3 +233,11 @@ def load(
         sequences=sequences,
         min_rows=min_rows,
     )
+    if draft is not None:
+        try:
+            small = None if draft == NGRAM else cached_pack(Path(draft), codec="i8", rotate=True, max_ram=max_ram)
+            model.use_draft(Pack.open(small) if small else NGRAM, most=draft_max, threads=threads)
+        except BaseException:
+            model.close()
+            raise
+    return model

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from ork.api import LoadedModel
     from ork.emulator.kernel import EmulatedKernel
     from ork.engine.session import Stats
+    from ork.pack.reader import Pack
 
 MAX_PROMPT_BYTES = 64 << 20
+DRAFT_MAX = 8  # as `ork.engine.speculative` has it, which --help does not import
 
 
 def add(sub: argparse.ArgumentParser) -> None:
@@ -49,6 +51,8 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--repeat-penalty", type=float, default=1.0, metavar="R", help="over the last 64 tokens; 1: off")
     sub.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    sub.add_argument("--draft", metavar="MODEL", help="a small model of the same vocabulary, or ngram: proposes tokens")
+    sub.add_argument("--draft-max", type=int, metavar="K", help=f"proposals checked in one pass (default: {DRAFT_MAX})")
     sub.add_argument("--kv", choices=("f16", "f32"), help="element type of the KV cache (default: f16, f32 for f32)")
     sub.add_argument("--codec", default="i8", choices=("i8", "f32"), help="for a model that is converted on the way")
     sub.add_argument("--no-rotate", action="store_true", help="likewise: plain int8, to compare")
@@ -61,9 +65,13 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ork.engine.sampling import SamplingParams
+    from ork.engine.speculative import check_most
 
     if args.max_tokens < -1:
         raise UsageError(f"-n {args.max_tokens}: give a number of tokens, or -1 for no limit")
+    if args.draft_max is not None and args.draft is None:
+        raise UsageError("--draft-max bounds what a draft proposes: it goes with --draft")
+    check_most(args.draft_max)
     check_threads(args.threads)
     sampling = {
         "temperature": args.temp,
@@ -103,24 +111,11 @@ def _prompt(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[LoadedModel]:
-    from ork.api import LoadedModel
-    from ork.build.cache import cached_pack
-    from ork.pack.reader import Pack
+    from ork.api import NGRAM, LoadedModel
 
-    path = resolve(args.model)
-    with progress_bar("converting") as progress:
-        pack_path = cached_pack(
-            path,
-            codec=args.codec,
-            rotate=not args.no_rotate,
-            max_ram=parse_size(args.max_ram),
-            progress=progress,
-            announce=say,
-        )
-    pack = Pack.open(pack_path)
-    if args.verify:
-        with progress_bar("verifying") as progress:
-            pack.verify(progress)
+    draft_path = resolve(args.draft) if args.draft not in (None, NGRAM) else None
+    pack = _open(args, resolve(args.model), codec=args.codec, rotate=not args.no_rotate)
+    draft = _open(args, draft_path, codec="i8", rotate=True) if draft_path else args.draft
     with LoadedModel(
         pack,
         device=args.device,
@@ -130,7 +125,23 @@ def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[Lo
         min_rows=args.min_rows,
         board=board,
     ) as model:
+        if draft is not None:
+            model.use_draft(draft, most=args.draft_max, threads=args.threads)
         yield model
+
+
+def _open(args: argparse.Namespace, path: Path, *, codec: str, rotate: bool) -> Pack:
+    from ork.build.cache import cached_pack
+    from ork.pack.reader import Pack
+
+    max_ram = parse_size(args.max_ram)
+    with progress_bar("converting") as progress:
+        found = cached_pack(path, codec=codec, rotate=rotate, max_ram=max_ram, progress=progress, announce=say)
+    pack = Pack.open(found)
+    if args.verify:
+        with progress_bar("verifying") as progress:
+            pack.verify(progress)
+    return pack
 
 
 def _complete(model: LoadedModel, args: argparse.Namespace, text: str, sampling: dict[str, Any]) -> int:
@@ -205,6 +216,7 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
         "device": model.device.name,
         "device_reason": model.device_reason,
         **npu_facts(model),
+        **draft_facts(model, stats),
         "isa": model.device.isa,
         "threads": model.device.threads,
         "kv": model.kv,
@@ -216,6 +228,13 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
     if args.json:
         print(json.dumps({"text": answer, **facts}))
         return
+    if model.draft is not None:
+        name = model.draft if isinstance(model.draft, str) else Path(model.draft.pack.path).name
+        share = 100 * stats.accepted / max(1, stats.proposed)
+        say(
+            f"draft {name}: {stats.accepted} of {stats.proposed} proposed tokens right ({share:.0f} %), "
+            f"{stats.tokens_per_pass:.2f} tokens a pass over {stats.passes} passes"
+        )
     npu = npu_facts(model)
     if npu:
         say(", ".join(f"{key} {value}" for key, value in npu.items()))
@@ -226,6 +245,19 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
         f"{stats.decode_rate:.1f} tok/s, ended by {stats.reason}; {device}; weights {weights} {model.pack.path}; "
         f"KV {size_text(kv)} {model.kv}; peak RSS {size_text(peak)}"
     )
+
+
+def draft_facts(model: LoadedModel, stats: Stats) -> dict[str, Any]:
+    """What the draft was good for, if there is one."""
+    if model.draft is None:
+        return {}
+    return {
+        "draft": model.draft if isinstance(model.draft, str) else str(model.draft.pack.path),
+        "draft_passes": stats.passes,
+        "draft_proposed": stats.proposed,
+        "draft_accepted": stats.accepted,
+        "tokens_per_pass": round(stats.tokens_per_pass, 2),
+    }
 
 
 def npu_facts(model: LoadedModel) -> dict[str, int]:

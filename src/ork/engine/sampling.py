@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy.typing as npt
 
 from ork import native
 from ork.errors import PackDamaged, UsageError
+
+Candidates = tuple[list[int], list[float]]  # tokens, best first, and their probabilities
 
 PENALTY_WINDOW = 64  # tokens that the repetition penalty looks back on
 
@@ -59,6 +62,10 @@ class Sampler:
 
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
         """A token for one row of logits [vocab]. Raises PackDamaged for logits that are no numbers."""
+        return self.draw(self.candidates(logits))
+
+    def candidates(self, logits: npt.NDArray[np.float32]) -> Candidates:
+        """What the filters leave of one row of logits [vocab]; the best alone if greedy. Raises as `pick`."""
         p = self.params
         row = np.ascontiguousarray(logits, np.float32).reshape(1, -1)
         if p.repeat_penalty != 1.0 and self._recent:
@@ -68,9 +75,32 @@ class Sampler:
         if values[0] != values[0]:
             raise PackDamaged("the logits are not numbers: the model is damaged, or overflows f16 (then try --kv f32)")
         if p.temperature <= 0.0:
-            return ids[0]
+            return ids, [1.0]
         keep = _nucleus(native.softmax(values, 1.0), p.top_p, p.min_p)
-        return ids[_draw(native.softmax(values[:keep], 1.0 / p.temperature), self._random.random())]
+        return ids[:keep], native.softmax(values[:keep], 1.0 / p.temperature)
+
+    def draw(self, candidates: Candidates) -> int:
+        """A token at random, as likely as the candidates say."""
+        ids, probabilities = candidates
+        return ids[0] if self.params.temperature <= 0.0 else ids[_draw(probabilities, self._random.random())]
+
+    def verify(self, mine: Candidates, token: int, theirs: Candidates) -> int:
+        """A token as likely as `mine` says, and `token`, which somebody drew from `theirs`, as often as that allows.
+
+        Rejection sampling (Leviathan et al. 2023, Chen et al. 2023): the token stays with probability
+        min(1, mine / theirs); otherwise one is drawn from what `mine` has more of than `theirs`.
+        """
+        p, q = dict(zip(*mine)), dict(zip(*theirs))
+        if self._random.random() * q[token] < p.get(token, 0.0):
+            return token
+        rest = [max(0.0, p[i] - q.get(i, 0.0)) for i in p]
+        return self.draw((mine[0], rest) if sum(rest) > 0.0 else mine)
+
+    def ahead(self) -> Sampler:
+        """For tokens that are only proposed: the same filters and random numbers, recent tokens of its own."""
+        other = copy(self)
+        other._recent = self._recent.copy()
+        return other
 
     def _penalised(self, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         row = row.copy()

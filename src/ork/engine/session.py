@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ork.engine.kvcache import BLOCK, KvPool, Sequence
 from ork.engine.sampling import Sampler, SamplingParams
+from ork.engine.speculative import DEFAULT_MOST, Drafter, Verifier
 from ork.errors import UsageError
 from ork.models import Model
 from ork.ops import Ops
@@ -30,6 +31,9 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     reason: str = ""  # why it ended: 'stop' (end token or stop text), 'length', 'context', 'interrupted'
+    passes: int = 0  # of decode; with a drafter fewer than tokens
+    proposed: int = 0  # tokens by the drafter ...
+    accepted: int = 0  # ... and those that the model agreed with
 
     @property
     def prefill_rate(self) -> float:
@@ -39,6 +43,11 @@ class Stats:
     def decode_rate(self) -> float:
         """Tokens a second of decode passes; the first token belongs to prefill."""
         return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds and self.new_tokens > 1 else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """The mean accepted length: the model's own token of each pass, and the proposals that it confirmed."""
+        return 1.0 + self.accepted / self.passes if self.passes else 0.0
 
 
 class Engine:
@@ -94,12 +103,15 @@ class Engine:
 
 @dataclass
 class Session:
-    """One conversation: the tokens so far and their place in the cache."""
+    """One conversation: the tokens so far and their place in the cache. With a drafter, several tokens a pass."""
 
     engine: Engine
     tokenizer: Tokenizer
     tokens: list[int] = field(default_factory=list)
     seq: Sequence = field(default_factory=Sequence)
+    drafter: Drafter | None = None
+    draft_max: int = DEFAULT_MOST  # proposals in one pass
+    _runs: int = 0  # generations so far
 
     def generate(
         self,
@@ -117,7 +129,8 @@ class Session:
         `stats` says which. Closing the iterator keeps what has been generated so far.
         """
         stats = stats if stats is not None else Stats()
-        fresh = self._reuse(prompt)
+        self._runs = run = self._runs + 1
+        fresh = self.reuse(prompt)
         if len(self.tokens) + len(fresh) > self.engine.context:
             raise UsageError(
                 f"the prompt of {len(self.tokens) + len(fresh)} tokens is longer than the context of "
@@ -129,14 +142,15 @@ class Session:
         stats.reason = "length"
         if limit == 0:
             return
-        start = clock()
-        logits = self.engine.prefill(self.seq, fresh)
-        self.tokens += fresh
-        token = sampler.pick(logits)
-        stats.prefill_seconds = clock() - start
+        verifier = Verifier(self, sampler, self.drafter, stats, self.draft_max) if self.drafter else None
         decoder = self.tokenizer.stream()
         window = StopWindow(stop)
         try:
+            start = clock()
+            logits = self.engine.prefill(self.seq, fresh)
+            self.tokens += fresh
+            token = sampler.pick(logits)
+            stats.prefill_seconds = clock() - start
             while True:
                 if token in self.tokenizer.eog:
                     stats.reason = "stop"
@@ -155,9 +169,14 @@ class Session:
                     stats.reason = "context"
                     break
                 start = clock()
-                logits = self.engine.forward([(self.seq, [token])])[0]
-                self.tokens.append(token)
-                token = sampler.pick(logits)
+                if verifier is not None:
+                    wanted = limit - stats.new_tokens if limit >= 0 else self.engine.context
+                    token = verifier.step(token, min(wanted, self.engine.context - len(self.tokens)) - 1)
+                else:
+                    logits = self.engine.forward([(self.seq, [token])])[0]
+                    self.tokens.append(token)
+                    token = sampler.pick(logits)
+                    stats.passes += 1
                 stats.decode_seconds += clock() - start
             text, _ = window.push(decoder.flush())
             text += window.flush()
@@ -166,13 +185,22 @@ class Session:
         except GeneratorExit:
             stats.reason = "interrupted"
             raise
+        finally:
+            if run == self._runs:  # else somebody left this one and went on
+                self.forget()
 
     def close(self) -> None:
         """Gives the cache's blocks back; a session that is used again starts from nothing."""
-        self.engine.pool.truncate(self.seq, 0)
         self.tokens.clear()
+        self.forget()
+        if self.drafter is not None:
+            self.drafter.close()
 
-    def _reuse(self, prompt: Seq[int]) -> list[int]:
+    def forget(self) -> None:
+        """Cuts what the cache holds beyond `tokens`: proposals that were wrong or not wanted, a pass cut short."""
+        self.engine.pool.truncate(self.seq, len(self.tokens))
+
+    def reuse(self, prompt: Seq[int]) -> list[int]:
         """Keeps the longest common prefix in the cache and returns what must be computed: at least one token."""
         if not prompt:
             raise UsageError("the prompt is empty: give some text with -p, -f or on standard input")

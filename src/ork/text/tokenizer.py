@@ -53,6 +53,15 @@ class Tokenizer:
         """From the bytes that `build_tokenizer` made, read in place. Raises PackDamaged."""
         return cls(unpack(data))
 
+    def shared_with(self, other: Tokenizer) -> int:
+        """How many ids, from 0 on, mean the same to both; 0 if the vocabularies differ.
+
+        Texts, kinds, merges, markers and the way text is cut must agree on all ids that both have. One may be longer:
+        heads of a family are often padded differently. What begins or ends a text is each model's own choice.
+        """
+        n = min(self.n_vocab, other.n_vocab)
+        return n if _meaning(self._ready, n) == _meaning(other._ready, n) else 0
+
     # --- text to tokens
 
     def encode(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
@@ -270,6 +279,22 @@ class Markers:
             if text[at : at + length] in self._ids:
                 return text[at : at + length]
         return None
+
+
+def _meaning(ready: Ready, n: int) -> tuple[object, ...]:
+    """All that says what the first n ids stand for, to compare."""
+    texts = int(u32(ready.text_lengths)[:n].sum(dtype=np.uint64))
+    merges = u32(ready.merge_result) < n
+    listed = np.stack([u32(ready.merge_left), u32(ready.merge_right), u32(ready.merge_result)])[:, merges]
+    markers = [pair for pair in zip(ready.marker_ids, ready.marker_texts) if pair[0] < n]
+    return (
+        *(ready.spelling, ready.pipeline, ready.space_prefix, ready.byte_fallback, ready.ignore_merges),
+        bytes(ready.text_bytes[:texts]),
+        bytes(ready.text_lengths[: 4 * n]),
+        bytes(ready.kinds[:n]),
+        listed.tobytes(),
+        sorted(markers),
+    )
 
 
 def _valid(text: str) -> str:
