@@ -8,6 +8,8 @@ import importlib
 # One module a tool, each with add(subparser) and run(args).
 TOOLS = {
     "check": ("name the rules that a dump of programs breaks", "ork.cli.emu_check"),
+    "record": ("run a program and write its submits to a file", "ork.cli.emu_record"),
+    "replay": ("run a recording again, or compare two", "ork.cli.emu_replay"),
     "exec": ("run a program, its NPU calls answered by the emulator", "ork.cli.emu_exec"),
 }
 

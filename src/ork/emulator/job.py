@@ -67,6 +67,8 @@ class Job:
     task_base: int = 0
     wedge: int = 0  # errno of a job that the chip accepts and never completes
     irq_lost: bool = False  # it does its work, and nobody is told
+    number: int = 0  # of the submit
+    hang: int = 0  # errno of a job that did not complete, or jobs.REFUSED
     state: str = QUEUED
     tasks: int = 0  # completed
     hw_ns: int = 0

@@ -12,12 +12,15 @@ import errno
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 
 from ork.emulator.domains import Clock, Device, DomainSwitch
 from ork.emulator.job import ABORTED, DONE, QUEUED, RUNNING, STUCK, Job, RunsTasks, Slot, widened
-from ork.emulator.memory import Memory
+from ork.emulator.memory import Domain, Memory
+from ork.emulator.record import Recorder
 from ork.emulator.report import Report
+from ork.emulator.trace import Trace
 from ork.npu.soc import Soc
 
 _WORD = struct.Struct("<I")
@@ -46,6 +49,8 @@ class Jobs:
         self.resets = 0
         self.timeouts = 0
         self.resetting = False
+        self.recorder: Recorder | None = None
+        self.trace: Trace | None = None
         self._crash: BaseException | None = None
         switch.stuck = self._stuck_references
 
@@ -143,23 +148,26 @@ class Jobs:
 
     def _execute(self, job: Job) -> None:
         """Run a job that is on its cores, then retire it. The lock is not held while the cores compute."""
-        hang = job.wedge
-        if not hang:
-            access = self._memory.begin_access()
-            try:
-                hang = self._run_parts(job) or self._check_access(len(access.imports), access.stale)
-                if job.irq_lost:
-                    hang = hang or errno.ETIMEDOUT
-            except BaseException as error:
-                job.crash, hang = error, errno.EIO
-            finally:
-                self._memory.end_access()
-        with self._device.lock:
-            self._retire(job, hang)
-
-    def _run_parts(self, job: Job) -> int:
-        """0, or the errno of a job that hangs."""
         domain = self._memory.domains[job.domain]
+        try:
+            with self.recorder.job(job, domain) if self.recorder else nullcontext(domain) as seen:
+                job.hang = job.wedge or self._work_on(job, seen)
+        except BaseException as error:
+            job.crash, job.hang = error, errno.EIO
+        with self._device.lock:
+            self._retire(job)
+
+    def _work_on(self, job: Job, domain: Domain) -> int:
+        """0, or the errno of a job that hangs."""
+        access = self._memory.begin_access()
+        try:
+            hang = self._run_parts(job, domain) or self._check_access(len(access.imports), access.stale)
+        finally:
+            self._memory.end_access()
+        return errno.ETIMEDOUT if job.irq_lost and not hang else hang
+
+    def _run_parts(self, job: Job, domain: Domain) -> int:
+        """0, or the errno of a job that hangs."""
         limit = job.timeout_ms * 1_000_000 if job.blocking else None
         for part in job.parts:
             core = self.slots[part.core].core
@@ -190,14 +198,18 @@ class Jobs:
             return errno.ETIMEDOUT
         return 0
 
-    def _retire(self, job: Job, hang: int) -> None:
+    def _retire(self, job: Job) -> None:
         """The end of a run. Lock held."""
+        hang = job.hang
         self._memory.end_epoch(job.epoch)
         self.programs += job.tasks
         if job.in_reset and job.hw_ns > RESET_SLEEP_NS:
             hang = hang or errno.EINVAL  # the interrupt that would have ended it never came
         if job.blocking and job.hw_ns > job.timeout_ms * 1_000_000:
             hang = hang or errno.ETIMEDOUT
+        job.hang = hang
+        if self.trace is not None:
+            self.trace.job(job)
         if job.crash is not None:
             if not job.blocking:
                 self._crash = job.crash
@@ -262,6 +274,8 @@ class Jobs:
             while (job := slot.current) is not None and job.state == RUNNING:
                 self._device.wait()
             slot.core.reset()
+            if self.recorder is not None:
+                self.recorder.reset(number)
 
     def drop_all(self) -> bool:
         """Abort every stuck and queued job (patched kernels); False if one is still running. Takes the lock."""
@@ -286,6 +300,11 @@ class Jobs:
         self._clock.advance_ms(self._soc.reset_ms)
         for slot in self.slots:
             slot.core.reset()
+        if self.recorder is not None:
+            for number in range(len(self.slots)):
+                self.recorder.reset(number)
+        if self.trace is not None:
+            self.trace.reset(self._clock.ns)
         self.resets += 1
         self.resetting = False
         for job in woken:

@@ -21,8 +21,10 @@ from ork.emulator.iova import PAGE
 from ork.emulator.job import RunsTasks
 from ork.emulator.memory import Buffer
 from ork.emulator.pages import Pages
+from ork.emulator.record import Recorder
 from ork.emulator.report import Report
 from ork.emulator.rknpu import Rknpu, Stats, oserror
+from ork.emulator.trace import Trace
 from ork.errors import UsageError
 from ork.npu import uabi
 from ork.npu.kernel import DRIVER_NAME, Mapped, release
@@ -50,7 +52,8 @@ class EmulatedKernel:
     """One board: its NPU, its kernel driver, its memory. Implements `ork.npu.kernel.Kernel`; safe for threads.
 
     strict: `report` says what that means. views: `full` keeps the CPU's and the device's memory apart, `sampled` is
-    one memory with spot checks. faults: what goes wrong on purpose. cores: for tests, instead of the emulator's own.
+    one memory with spot checks. faults: what goes wrong on purpose. recorder, trace: told of every job; the caller
+    closes and saves them. cores: for tests, instead of the emulator's own.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class EmulatedKernel:
         nodes: dict[str, str] | None = None,
         cores: Sequence[RunsTasks] | None = None,
         faults: Faults | None = None,
+        recorder: Recorder | None = None,
+        trace: Trace | None = None,
     ) -> None:
         for name, value, known in (
             ("profile", profile, ("stock", "patched")),
@@ -79,6 +84,7 @@ class EmulatedKernel:
             cores = [Core(index, soc, self.report, engine) for index in range(soc.cores)]
         self.driver = Rknpu(soc, self.report, cores, views=views, patched=profile == "patched", faults=faults)
         self.memory = self.driver.memory
+        self._observed(recorder, trace, profile)
         self._lock = self.driver.device.lock
         self._nodes = NODES if nodes is None else nodes
         self._files: dict[int, File] = {}
@@ -176,6 +182,16 @@ class EmulatedKernel:
             idle = not any(isinstance(other, DrmFile) for other in self._files.values())
         if idle:
             self.driver.jobs.stop()
+
+    def _observed(self, recorder: Recorder | None, trace: Trace | None, profile: str) -> None:
+        jobs = self.driver.jobs
+        jobs.recorder, jobs.trace = recorder, trace
+        if recorder is not None:
+            recorder.attach(self.soc.name, self.report, profile)
+        if trace is not None:
+            for slot in jobs.slots:
+                if isinstance(slot.core, Core):
+                    slot.core.ended = trace.programs_of(slot.core.index)
 
     # --- what tests and tools ask ---
 

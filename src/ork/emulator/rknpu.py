@@ -319,9 +319,10 @@ class Rknpu:
             blocking = not flags & uabi.JOB_NONBLOCK
             job = self._job(array, fields[13:], mask, blocking)
             job.domain, job.timeout_ms, job.task_base = domain, timeout, base & 0xFFFF_FFF0
-            if self._struck("timeout", self.counts.submits):
+            job.number = self.counts.submits
+            if self._struck("timeout", job.number):
                 job.wedge = errno.ETIMEDOUT
-            job.irq_lost = self._struck("irq-lost", self.counts.submits)
+            job.irq_lost = self._struck("irq-lost", job.number)
             self.clock.ns += COST["blocking"] if blocking else COST["submit"]
             if file.render:
                 self.report.add("render-node", values={"core_mask": mask})
