@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,18 @@ class Operation:
                 isa.patch(words, offset, address)
         program = self.board.buffer(words)
         return self.board.core.run(self.board.domain, program.iova, len(words) - 4, 1)
+
+
+def load_tables(
+    registers: dict[int, int],
+    function: Callable[[float], float],
+    following: tuple[int, int] = (0, 0),
+    select: int = 5,
+) -> isa.Words:
+    """A program that fills both tables with a function of the index, LE up to 0 and LO from 0 on, and does what the
+    registers say besides. `following`: address and fetch amount of the next program."""
+    pairs = list(registers.items())
+    for table, start in ((0, -512 << select), (1, 0)):
+        points = [int(np.clip(function(float(start + (i << select))), -32768, 32767)) for i in range(513)]
+        pairs += [(0x4100, (2 | table) << 16), *((0x4104, point & 0xFFFFFFFF) for point in points)]
+    return isa.assemble(pairs, next_address=following[0], next_amount=following[1], enable=0x18)

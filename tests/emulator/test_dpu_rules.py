@@ -61,7 +61,13 @@ CASES = [
     Case("not-modelled", {0x4070: 0x10020000 | 0x400000 | 0x2C0 | 1 << 20}),
     Case("lut-unloaded", {0x4070: 0x302, 0x4108: 0x68, 0x410C: 0x50500, 0x411C: 0x4000}),
 ]  # fmt: skip
-OF_THE_DPU = {case.rule for case in CASES} | {"lut-address", "lut-fp16-output", "sdp-int16-chain"}
+OF_THE_DPU = {case.rule for case in CASES} | {
+    "pool-size",
+    "pool-unproven",
+    "lut-address",
+    "lut-fp16-output",
+    "sdp-int16-chain",
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.rule}-{i}" for i, case in enumerate(CASES)])

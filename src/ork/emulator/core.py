@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ork.emulator import convolve, elementwise, fetch, reader
+from ork.emulator import convolve, elementwise, fetch, ppu, reader
 from ork.emulator import operands as operands_of_stages
 from ork.emulator.checks import Finding, Verdict, judge
 from ork.emulator.convolve import Places
@@ -39,7 +39,7 @@ _TASK_NS: Final = 4400  # a chained program costs so much (measured) ...
 _WEIGHTS_PER_NS: Final = 10.8  # ... and its weights so many bytes a nanosecond (measured), or, if that takes longer,
 _MACS_PER_NS: Final = {4: 2048, 8: 1024, 16: 512}  # its multiply-adds by bits of an element (nominal peak of a core)
 _SDP_PER_NS: Final = 8  # elements of the DPU alone: nobody has measured it
-_NOT_YET: Final = (0x60, 0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
+_NOT_YET: Final = (0x7D, 0x7F)  # op-enable masks of programs that work and are not modelled
 _BASE_ADDRESS: Final = 0x0010
 MAX_WORDS: Final = 1 << 23  # read one by one in one submit; 4095 programs of the usual length have less than 2**19
 _SHOWN: Final = 4  # words of the wrong target that a report lists
@@ -50,6 +50,7 @@ _DONE: Final = {  # by the block that ends the pipe, and its group that ran
 _MATMUL: Final = int(MATMUL)
 _FUSED: Final = int(MATMUL | Enable.DPU_RDMA)
 _STANDALONE: Final = int(Enable.DPU | Enable.DPU_RDMA)
+_POOLING: Final = int(Enable.PPU | Enable.PPU_RDMA)
 
 
 @dataclass(slots=True)
@@ -202,7 +203,8 @@ class Core:
             self._add(Finding("lut-address", ACCESS_CFG, {"words": lost}))
 
     def _enabled(self, domain: Domain, enable: int, base: int, outcome: Outcome) -> None:
-        """Run what the op-enable word starts. (Convolutions are `convolve`, standalone operations `elementwise`.)"""
+        """Run what the op-enable word starts. (Convolutions are `convolve`'s, standalone operations
+        `elementwise`'s, pooling `ppu`'s.)"""
         running = {name: self.groups.running(name) for name in self.groups.blocks}
         if enable & ~MATMUL == Enable.DPU_RDMA and not running["DPU_RDMA"]:
             raise _Stop(Finding("rdma-unconfigured", 0x5034, {"enable": enable}))
@@ -211,6 +213,9 @@ class Core:
             raise _Stop(Finding("not-modelled", None, {"enable": enable}), refused=True, text=text)
         if enable == _STANDALONE:
             self._standalone(domain, running["DPU"], running["DPU_RDMA"], base, outcome)
+            return
+        if enable == _POOLING:
+            self._pooling(domain, running["PPU"], running["PPU_RDMA"], base, outcome)
             return
         if enable not in (MATMUL, _FUSED):
             raise _Stop(Finding("op-enable-mask", None, {"enable": enable}))
@@ -285,6 +290,18 @@ class Core:
             self._add(Finding(rule, 0x4010))
         outcome.hw_ns += _TASK_NS + int(op.pixels * op.channels / _SDP_PER_NS)
         self._ran(_STANDALONE, "DPU", outcome)
+
+    def _pooling(self, domain: Domain, registers: Registers, rdma: Registers, base: int, outcome: Outcome) -> None:
+        pool = ppu.read(registers, rdma)
+        verdict = ppu.judge(pool, self.report.strict)
+        self._obey(verdict, pool.not_modelled)
+        self._aligned(registers, ppu.OUTPUT)
+        self._aligned(rdma, ppu.SOURCE)
+        mask = fetch.WINDOW & ~15
+        source, output = base + rdma.get(ppu.SOURCE, 0) & mask, base + registers.get(ppu.OUTPUT, 0) & mask
+        _mapped(ppu.OUTPUT, partial(ppu.run, domain, pool, source, output, poison=verdict.poison))
+        outcome.hw_ns += _TASK_NS + int(pool.windows * pool.channels[0] / _SDP_PER_NS)
+        self._ran(_POOLING, "PPU", outcome)
 
     # --- the literal way ---
 

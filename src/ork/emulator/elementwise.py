@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ork.emulator import dpu, fetch, operands, pipeline, rdma, reader, stages
-from ork.emulator.checks import MAX_OUTPUT, Finding, Verdict, verdict_of
+from ork.emulator.checks import Finding, Verdict, verdict_of
 from ork.emulator.fetch import ATOM, WINDOW
 from ork.emulator.lut import Tables
 from ork.emulator.memory import Domain
@@ -30,6 +30,7 @@ from ork.npu.soc import Soc
 Array = npt.NDArray[Any]
 
 OUTPUT: Final = 0x4020
+MAX_ATOMS: Final = 1 << 22  # of one cube: 64 MiB, more than a program that works can have
 _TO_MEMORY: Final = 2
 _MAX, _MIN = 7, 5  # minmax_ctl: enable, type (1 max), nothing but the extreme
 _CHUNK: Final = 1 << 20  # elements handled at once
@@ -149,9 +150,9 @@ def _findings(op: Elementwise, soc: Soc, chained: bool) -> Iterator[Finding]:
     if op.not_modelled:
         yield Finding("not-modelled", None, {"asked": op.not_modelled})
         return
-    written = op.pixels * op.groups * op.atoms * ATOM
-    if written > MAX_OUTPUT:
-        yield Finding("work-limit", 0x4030, {"bytes": written})
+    atoms = op.pixels * max(op.groups * op.atoms, op.channels // 4)
+    if atoms > MAX_ATOMS:
+        yield Finding("work-limit", 0x4030, {"atoms": atoms})
     yield from (Finding(*x) for x in operands.doubts(op.stages, op.reader, op.pixels, 1))
     if (op.stages.precision, op.stages.out_precision) not in _PROVED:
         yield Finding("sdp-precisions", 0x4010, {"in": op.stages.precision, "out": op.stages.out_precision})

@@ -127,6 +127,8 @@ _TABLE: Final[tuple[tuple[str, Severity, Effect, str, str], ...]] = (
     ("lut-unloaded", _E, _POISON, "derived", "a table is used whose points were never written since reset"),
     ("lut-address", _U, _NONE, "unproven", "more than 513 points for a table: those beyond are dropped"),
     ("lut-fp16-output", _E, _HANG, "measured", "fp16 results out of a matmul through the tables; fp32 works"),
+    ("pool-size", _E, _HANG, "derived", "PPU and PPU_RDMA count different cubes, or windows that do not fit"),
+    ("pool-unproven", _U, _NONE, "unproven", "no known program pools like this"),
     # --- memory ---
     ("unmapped-address", _E, _HANG, "measured", "the address is not mapped: IOMMU fault"),
     (
