@@ -16,17 +16,20 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ork.cli.common import add_fault
 from ork.errors import OrkError, UsageError
 
 if TYPE_CHECKING:
     from ork.emulator.kernel import EmulatedKernel
-    from ork.emulator.server import Server
+    from ork.emulator.record import Recorder
 
 LIBRARY = "libork_preload.so"
 SHOWN = 3  # times that one rule or one refusal is told in full
+_LISTEN_S = 0.2
 _SWITCH_S = 2e-4  # a thread that answers a program is not kept waiting by one that emulates
 
 
@@ -54,42 +57,62 @@ def add(tool: argparse.ArgumentParser) -> None:
         help="full (default): memory that was not synced is stale, as on the chip; sampled: a third of the memory, "
         "missing syncs found by spot checks",
     )
+    add_fault(tool)
+    tool.add_argument("--trace", metavar="FILE", type=Path, help="write what the cores did, for chrome://tracing")
     tool.add_argument("--stats", action="store_true", help="print what the program did to stderr when it ends")
     tool.add_argument("command_line", metavar="-- PROGRAM ARGS", nargs=argparse.REMAINDER, help="what to run")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, recorder: Recorder | None = None) -> int:
+    """Exit status of the program. `recorder` is told of every job, and closed by the caller."""
     if sys.platform != "linux":
-        raise UsageError("emu exec needs Linux: it answers Linux system calls")
+        raise UsageError("ork emu runs programs on Linux only: it answers Linux system calls")
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command:
         raise UsageError("no program: say which after --, as in `ork emu exec -- ./program`")
     program = find(command[0])
 
     from ork.emulator import board
+    from ork.emulator.faults import Faults
     from ork.emulator.kernel import HEAPS
     from ork.emulator.server import ServedKernel, Server
+    from ork.emulator.summary import summary
+    from ork.emulator.trace import Trace
 
+    faults = Faults(args.fault) if args.fault is not None else None
+    trace = None
+    if args.trace is not None:
+        args.trace.open("w").close()  # better now than when the program has run for an hour
+        trace = Trace()
     sys.setswitchinterval(_SWITCH_S)
-    kernel = ServedKernel(strict=args.strict, profile=args.profile, views=args.views, nodes=board.NODES)
+    kernel = ServedKernel(
+        strict=args.strict,
+        profile=args.profile,
+        views=args.views,
+        nodes=board.NODES,
+        faults=faults,
+        recorder=recorder,
+        trace=trace,
+    )
     voice = Voice(kernel)
     version = kernel.soc.drv_version
     with tempfile.TemporaryDirectory(prefix="ork-emu-") as folder:
-        board.make(
-            Path(folder),
-            [*board.NODES, *HEAPS],
-            f"{version // 10000}.{version // 100 % 100}.{version % 100}",
-        )
+        board.make(Path(folder), [*board.NODES, *HEAPS], f"{version // 10000}.{version // 100 % 100}.{version % 100}")
         server = Server(kernel, refused=voice.refused, after=voice.listen)
         try:
-            code = child([program, *command[1:]], command[0], environment(server.name, folder))
+            code = child(program, command, environment(server.name, folder), voice.listen)
         finally:
             left = server.open_descriptors
             server.close()
             voice.listen()
+            if trace is not None:
+                trace.save(args.trace)
     if left:
         voice.say(f"{left} descriptors of the NPU were still open in processes that outlived the program")
-    voice.finish(args.stats, server)
+    if args.stats:
+        if not server.calls:
+            voice.say("the program never opened a device node")
+        voice.say(f"{summary(kernel)}; {server.calls} calls from {len(server.clients)} processes")
     return code
 
 
@@ -143,13 +166,13 @@ def environment(server: str, folder: str) -> dict[str, str]:
     return {**os.environ, "LD_PRELOAD": preload, wire.SERVER: server, wire.ROOT: folder}
 
 
-def child(argv: list[str], name: str, env: dict[str, str]) -> int:
-    """Run the program to its end; its exit status, or 128 + the signal that ended it."""
-    # The terminal's signals reach the program too, and it decides; those sent to us alone are passed on.
+def child(path: str, argv: list[str], env: dict[str, str], listen: Callable[[], None]) -> int:
+    """Run the program to its end; its exit status, or 128 + the signal that ended it. `listen` is called meanwhile."""
     try:
-        process = subprocess.Popen([name, *argv[1:]], executable=argv[0], env=env)
+        process = subprocess.Popen(argv, executable=path, env=env)
     except OSError as error:
-        raise UsageError(f"{name}: cannot be run: {error.strerror}: is it made for this machine?") from None
+        raise UsageError(f"{argv[0]}: cannot be run: {error.strerror}: is it made for this machine?") from None
+    # The terminal's signals reach the program too, and it decides; those sent to us alone are passed on.
     before: dict[int, object] = {}
     if threading.current_thread() is threading.main_thread():
         for ignored in (signal.SIGINT, signal.SIGQUIT):
@@ -157,7 +180,12 @@ def child(argv: list[str], name: str, env: dict[str, str]) -> int:
         for passed in (signal.SIGTERM, signal.SIGHUP):
             before[passed] = signal.signal(passed, lambda got, _: process.send_signal(got))
     try:
-        code = process.wait()
+        while True:
+            try:
+                code = process.wait(_LISTEN_S)
+                break
+            except subprocess.TimeoutExpired:
+                listen()  # what NONBLOCK jobs ran into while the program polls its memory
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -199,22 +227,3 @@ class Voice:
         self._told[key] += 1
         if self._told[key] <= SHOWN:
             self.say(text + (" (no more of these are shown)" if self._told[key] == SHOWN else ""))
-
-    def finish(self, stats: bool, server: Server) -> None:
-        counts, rules = self._kernel.stats, self._kernel.report.counts
-        if stats:
-            self.say(
-                f"{counts.submits} submits, {counts.programs} programs, {counts.creates} buffers "
-                f"({counts.created_bytes / 2**20:.1f} MiB), {counts.imports} imports, {counts.syncs} syncs, "
-                f"{counts.timeouts} time-outs, {counts.resets} resets, {counts.switches} domain switches; "
-                f"{self._kernel.clock_ns / 1e6:.3f} ms of simulated time; {server.calls} calls from "
-                f"{len(server.clients)} processes"
-            )
-            if counts.live_buffers or counts.leaked_bytes:
-                self.say(f"leaked: {counts.live_buffers} buffers, {counts.leaked_bytes} bytes of address space")
-            if not server.calls:
-                self.say("the program never opened a device node")
-        if rules and stats:
-            self.say("rules broken: " + ", ".join(f"{rule} ({n})" for rule, n in sorted(rules.items())))
-        elif stats:
-            self.say("no rule was broken")

@@ -223,9 +223,9 @@ class Server:
             self._sweep(self._orphans)
         freed = self._object(file, argument) if request in _MAY_FREE else None
         named = argument.fd if isinstance(argument, uabi.PrimeHandle) else 0
-        if request == uabi.PRIME_FD_TO_HANDLE:
-            argument.fd = self._emulated(pid, named)
         try:
+            if request == uabi.PRIME_FD_TO_HANDLE:
+                argument.fd = self._emulated(pid, named)
             self.kernel.ioctl(file, request, argument)
         finally:
             if request == uabi.PRIME_FD_TO_HANDLE:
@@ -268,12 +268,15 @@ class Server:
         return theirs.detach()
 
     def _emulated(self, pid: int, fd: int) -> int:
-        """The emulated descriptor behind a number of that process; -1 if there is none."""
+        """The emulated descriptor behind a number of that process. OSError EBADF or, for something else's, EINVAL."""
         try:
             kind, _, inode = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")
-        except OSError:
-            return -1
-        return self._inodes.get(int(inode[1:-1]), -1) if kind == "socket" else -1
+        except OSError as error:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from error
+        file = self._inodes.get(int(inode[1:-1])) if kind == "socket" else None
+        if file is None:
+            raise OSError(errno.EINVAL, f"descriptor {fd} is no dma-buf")
+        return file
 
     def _dma_buf(self, file: int) -> DmaBuf:
         found = self.kernel.file(file)

@@ -65,5 +65,6 @@ class SharedMemory:
         return self._descriptors[ctypes.addressof(block)]
 
     def _free(self, address: int, size: int) -> None:
+        fd = self._descriptors.pop(address)  # first: the address may be another block's as soon as it is free
         _libc.munmap(address, size)
-        os.close(self._descriptors.pop(address))
+        os.close(fd)
