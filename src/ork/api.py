@@ -25,7 +25,8 @@ from ork.npu.kernel import Kernel
 from ork.ops import Ops
 from ork.pack.reader import Pack
 from ork.residency.source import PackSource
-from ork.residency.stream import Stream
+from ork.residency.stream import Stream, Streams
+from ork.residency.window import Window
 from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer
 
@@ -47,8 +48,11 @@ class LoadedModel:
         sequences: int = 1,
         min_rows: int | None = None,
         board: Kernel | None = None,
+        window: int | None = None,
+        prefetch: bool = True,
     ):
         self.pack = pack
+        self._window, self._prefetch = window, prefetch
         self.device, self.device_reason = open_device(device, threads=threads, min_rows=min_rows, board=board)
         try:
             self._build(context, kv, sequences)
@@ -59,9 +63,14 @@ class LoadedModel:
     def _build(self, context: int | None, kv: str | None, sequences: int) -> None:
         pack = self.pack
         self.source = PackSource(pack)
-        self.stream = Stream(self.source, self.device)
+        self.stream: Streams = (
+            Stream(self.source, self.device)
+            if self._window is None
+            else Window(self.source, self.device, self._window, prefetch=self._prefetch)
+        )
         ops = Ops(self.stream, self.device)
         self.model = models.build(ops)
+        self.stream.tensors = models.order_of_pass(ops)
         config = self.model.config
         if context is not None and not 1 <= context <= config.context:
             raise UsageError(f"-c {context}: this model was trained for contexts of 1 to {config.context}")
@@ -107,7 +116,7 @@ class LoadedModel:
                 small.engine,
                 small.tokenizer,
                 vocab=self.tokenizer.shared_with(small.tokenizer),
-                cost=relative_cost(small.pack.nbytes, self.pack.nbytes, None),
+                cost=relative_cost(small.pack.nbytes, self.pack.nbytes, self._window),
             )
         elif self.draft is not None:
             session.drafter = PromptLookup()
@@ -212,6 +221,8 @@ def load(
     kv: str | None = None,
     sequences: int = 1,
     min_rows: int | None = None,
+    window: int | None = None,
+    prefetch: bool = True,
     draft: str | os.PathLike[str] | None = None,
     draft_max: int | None = None,
     max_ram: int = DEFAULT_MAX_RAM,
@@ -219,6 +230,7 @@ def load(
 ) -> LoadedModel:
     """Opens a pack; a GGUF file or Hugging Face folder is converted once into the cache.
 
+    `window` bytes of weights at most are kept on the device, the rest is streamed, ahead of the ops with `prefetch`.
     `draft` is a small model of the same vocabulary, or "ngram" for prompt look-up: up to `draft_max` of its tokens are
     checked in one pass, and the text stays the same.
     `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
@@ -232,6 +244,8 @@ def load(
         kv=kv,
         sequences=sequences,
         min_rows=min_rows,
+        window=window,
+        prefetch=prefetch,
     )
     if draft is not None:
         try:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ork import native
 from ork.devices.base import Device
 from ork.errors import SourceError
-from ork.residency.stream import Stream, TensorSpec
+from ork.residency.stream import Streams, TensorSpec
 
 Array = native.Array
 Batch = native.Batch
@@ -41,12 +41,13 @@ class Weight:
 class Ops:
     """What models call. One instance per loaded model; `cache` is the KV cache its attention reads and writes."""
 
-    def __init__(self, stream: Stream, device: Device):
+    def __init__(self, stream: Streams, device: Device):
         self.stream = stream
         self.source = stream.source
         self.device = device
         self.cache: native.KvCache | None = None
         self.used: set[str] = set()  # names that the model asked for
+        self.weights: list[TensorSpec] = []  # in the order in which they were asked for
         self._signs: dict[int, Array] = {}
 
     # --- weights: looked up once, when the model is built ----------------------------------------------------
@@ -65,6 +66,7 @@ class Ops:
         tensor = self.source.spec(name)
         if (tensor.N, tensor.K) != (N, K):
             raise SourceError(f"tensor {name}: shape {tensor.N} x {tensor.K} where the metadata asks for {N} x {K}")
+        self.weights.append(tensor)
         signs = self._sign_vector(K) if tensor.rotation else None
         return Weight(tensor, signs, self.vector(bias, N) if bias and bias in self.source else None)
 
@@ -77,27 +79,19 @@ class Ops:
 
     def embed(self, table: Weight, tokens: npt.NDArray[np.int32]) -> Array:
         """Rows [M, K] of the embedding: row n un-tiled, scaled, rotated back."""
-        with self.stream.stream(table.tensor) as handles:
-            slices = [self.device.host(h) for h in handles]
+        with self.stream.rows(table.tensor, tokens) as slices:
             return native.gather(slices, tokens, table.K, table.N, table.signs, table.block)
 
     def linear(self, x: Array, *weights: Weight) -> list[Array]:
         """x @ W for weights that read the same rows; the rows are quantised (and rotated) once for all that agree."""
         results = [Array(x.rows, w.N) for w in weights]
         for quantised, block in dict.fromkeys((w.quantised, w.block) for w in weights):
-            rows = None
-            handles, outs, biases = [], [], []
-            for w, out in zip(weights, results):
-                if (w.quantised, w.block) != (quantised, block):
-                    continue
-                if quantised and rows is None:
-                    rows = native.quantise(x, w.signs, block)
-                with self.stream.stream(w.tensor) as held:
-                    for h in held:
-                        handles.append(h)
-                        outs.append(out)
-                        biases.append(w.bias)
-            self.device.linear(handles, x, rows, outs, biases)
+            alike = [(w, out) for w, out in zip(weights, results) if (w.quantised, w.block) == (quantised, block)]
+            rows = native.quantise(x, alike[0][0].signs, block) if quantised else None
+            for indices, handles in self.stream.batches([w.tensor for w, _ in alike]):
+                outs = [alike[i][1] for i in indices]
+                biases = [alike[i][0].bias for i in indices]
+                self.device.linear(handles, x, rows, outs, biases)
         return results
 
     def norm(self, x: Array, weight: Array, eps: float) -> Array:

@@ -53,6 +53,12 @@ class PlannedSource:
     def blob(self, name: str, index: int) -> npt.NDArray[np.uint8]:
         raise NotImplementedError("a plan has no slices")
 
+    def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
+        raise NotImplementedError("a plan has no slices")
+
+    def read_part(self, name: str, index: int, start: int, memory: npt.NDArray[np.uint8]) -> None:
+        raise NotImplementedError("a plan has no slices")
+
     def raw(self, name: str) -> npt.NDArray[np.generic]:
         r = self.raws.get(name)
         if r is None:

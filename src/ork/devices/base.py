@@ -31,6 +31,12 @@ class SliceSpec:
     group: int = 0
 
 
+class Slot(Protocol):
+    """A piece of the device's memory that slices pass through. `memory` is page-aligned and written by the host."""
+
+    memory: npt.NDArray[np.uint8]
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What a device can hold: `domains` windows of `bytes_per_domain` (0: no limit of its own)."""
@@ -45,12 +51,23 @@ class Device(Protocol):
     name: str
     threads: int
     isa: str
+    cores: int  # slices that are computed at a time
 
-    def place(
-        self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0, slot: int | None = None
-    ) -> Handle: ...
+    def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> Handle:
+        """A slice that stays: where it lies, or copied into the device's memory."""
 
     def free(self, handle: Handle) -> None: ...
+
+    def make_slot(self, nbytes: int, domain: int = 0) -> Slot:
+        """Memory for one slice at a time."""
+
+    def free_slot(self, slot: Slot) -> None: ...
+
+    def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> Handle:
+        """The slice whose blob has just been written to `slot.memory[:nbytes]`, made visible to the device."""
+
+    def host_slice(self, spec: SliceSpec, memory: npt.NDArray[np.uint8]) -> native.Slice:
+        """A slice in host memory that the caller keeps alive, for embedding look-ups."""
 
     def host(self, handle: Handle) -> native.Slice:
         """The slice as the host's kernels see it, for embedding look-ups."""

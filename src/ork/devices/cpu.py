@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native, tiles
-from ork.devices.base import Capacity, SliceSpec
+from ork.devices.base import Capacity, SliceSpec, Slot
 from ork.errors import UsageError
 
+PAGE = 4096
 CODEC_IDS = {"f32": 0, "i8": 1}
 SYS_CPU = Path("/sys/devices/system/cpu")
 
@@ -39,10 +41,24 @@ def _read(path: Path) -> str:
         return ""
 
 
+class CpuSlot:
+    """Anonymous memory."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, nbytes: int):
+        # huge pages where the system gives them: a product walks the slot from end to end
+        room = mmap.mmap(-1, max(PAGE, -(-nbytes // PAGE) * PAGE))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            room.madvise(mmap.MADV_HUGEPAGE)
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(room, np.uint8)
+
+
 class CpuDevice:
     """Computes on the host's cores with the instruction set chosen at run time."""
 
     name = "cpu"
+    cores = 1  # all threads share one slice
 
     def __init__(self, threads: int | None = None):
         count = default_threads() if threads is None else threads
@@ -55,10 +71,20 @@ class CpuDevice:
         self.threads = count
         self.isa = native.isa()
 
-    def place(
-        self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0, slot: int | None = None
-    ) -> native.Slice:
+    def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> native.Slice:
         """A handle on the blob where it lies; the caller keeps the memory alive."""
+        return self.host_slice(spec, blob)
+
+    def make_slot(self, nbytes: int, domain: int = 0) -> CpuSlot:
+        return CpuSlot(nbytes)
+
+    def free_slot(self, slot: Slot) -> None:
+        """The memory goes with its last view."""
+
+    def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> native.Slice:
+        return self.host_slice(spec, slot.memory)
+
+    def host_slice(self, spec: SliceSpec, blob: npt.NDArray[np.uint8]) -> native.Slice:
         if spec.codec not in CODEC_IDS:
             raise UsageError(f"{spec.tensor}: the CPU device has no codec {spec.codec!r}")
         n = tiles.pad_n(spec.n1 - spec.n0)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native
-from ork.devices.base import Capacity, SliceSpec
+from ork.devices.base import Capacity, SliceSpec, Slot
 from ork.devices.cpu import CpuDevice
 from ork.errors import NpuError, SubmitFailed
 from ork.npu.buffers import DmaBuffer
@@ -33,13 +33,44 @@ PLANS = 1024  # prepared ops that are kept; each row count of each op is one
 
 @dataclass(slots=True, eq=False)
 class NpuHandle:
-    """A slice in NPU memory, and the same slice as the host sees it in the mapped pack."""
+    """A slice in NPU memory, and the same slice as the host sees it."""
 
     spec: SliceSpec
     host: native.Slice
     weights: DmaBuffer | None  # None: a codec that only the CPU computes
-    scales: int = 0  # address of the channel scales, on the host
-    columns: int = 0
+    _parts: dict[tuple[int, int], native.Slice] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> int:
+        return self.host.n
+
+    @property
+    def ks(self) -> int:
+        return min(self.spec.ks, self.spec.Kp)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What a prepared program depends on: the buffer, not the slice that is in it now."""
+        return (id(self.weights), self.columns, self.spec.Kp, self.ks)
+
+    def part(self, n0: int, n: int) -> native.Slice:
+        """Columns [n0, n0 + n): their scales, and where they go in the output."""
+        held = self._parts.get((n0, n))
+        if held is None:
+            scales = self.host.scales_address + 4 * n0
+            held = native.Slice(1, self.host.scales_address, scales, self.spec.Kp, self.ks, self.host.n0 + n0, n)
+            self._parts[n0, n] = held
+        return held
+
+
+class NpuSlot:
+    """A buffer of the device that slices pass through."""
+
+    __slots__ = ("buffer", "memory")
+
+    def __init__(self, buffer: DmaBuffer):
+        self.buffer = buffer
+        self.memory = buffer.array
 
 
 @dataclass(slots=True)
@@ -47,7 +78,8 @@ class _Part:
     """Columns of a slice whose sums lie together: for each K slice one block [M][n]."""
 
     handle: int  # index into the op's handles
-    scaled: native.Slice  # these columns' scales, where they go in the output
+    n0: int
+    n: int
     sums: list[int] = field(default_factory=list)  # addresses of the blocks
 
 
@@ -55,7 +87,7 @@ class _Part:
 class _Plan:
     """An op prepared for one row count: chains ready to run, and where their sums will be."""
 
-    handles: list[NpuHandle]  # kept: a plan dies with its slices
+    buffers: list[DmaBuffer]  # kept: a plan dies with the buffers it reads
     domain: int
     chains: list[Prepared]
     parts: list[_Part]
@@ -81,6 +113,7 @@ class NpuDevice:
         self.name = name
         self.min_rows = min_rows
         self.threads = cpu.threads
+        self.cores = npu.soc.cores
         self.isa = cpu.isa
         self.failed_ops = 0
         self.cpu_ops = 0
@@ -90,9 +123,7 @@ class NpuDevice:
 
     # --- slices ------------------------------------------------------------------------------------------------
 
-    def place(
-        self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0, slot: int | None = None
-    ) -> NpuHandle:
+    def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> NpuHandle:
         """Copies the codes into a buffer of `domain`; scales stay in the blob, which the caller keeps alive.
 
         Raises NpuError when the domain has no room.
@@ -104,16 +135,37 @@ class NpuDevice:
         weights = self.npu.buffer(nbytes, domain=domain)
         with weights.fill(0, nbytes) as target:
             np.frombuffer(target, np.uint8)[:] = blob[:nbytes]
-        return NpuHandle(spec, host, weights, host.scales_address, host.n)
+        return NpuHandle(spec, host, weights)
 
     def free(self, handle: NpuHandle) -> None:
         """Gives the slice's memory back, with every plan that reads it."""
         if handle.weights is None:
             return
-        for key in [k for k, plan in self._plans.items() if any(h is handle for h in plan.handles)]:
-            self._drop(self._plans.pop(key))
+        self._forget(handle.weights)
         handle.weights.free()
         handle.weights = None
+
+    def make_slot(self, nbytes: int, domain: int = 0) -> NpuSlot:
+        """Raises NpuError when the domain has no room."""
+        return NpuSlot(self.npu.buffer(nbytes, domain=domain))
+
+    def free_slot(self, slot: Slot) -> None:
+        assert isinstance(slot, NpuSlot)
+        self._forget(slot.buffer)
+        del slot.memory
+        slot.buffer.free()
+
+    def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> NpuHandle:
+        """One cache clean; the scales behind the codes are read by the host alone."""
+        assert isinstance(slot, NpuSlot)
+        host = self.cpu.host_slice(spec, slot.memory)
+        if spec.codec != "i8":
+            return NpuHandle(spec, host, None)
+        slot.buffer.sync_to_device(0, host.n * spec.Kp)
+        return NpuHandle(spec, host, slot.buffer)
+
+    def host_slice(self, spec: SliceSpec, memory: npt.NDArray[np.uint8]) -> native.Slice:
+        return self.cpu.host_slice(spec, memory)
 
     def host(self, handle: NpuHandle) -> native.Slice:
         return handle.host
@@ -138,7 +190,7 @@ class NpuDevice:
                 self.npu_ops += 1
             except SubmitFailed as error:
                 self.failed_ops += 1
-                self._forget(handles[part], rows.rows)  # what it wrote may never have reached the chip
+                self._forget_op(handles[part], rows.rows)  # what it wrote may never have reached the chip
                 warnings.warn(
                     f"the NPU did not answer ({error}); the CPU computes instead", RuntimeWarning, stacklevel=2
                 )
@@ -152,11 +204,10 @@ class NpuDevice:
         base = self._scratch[plan.domain].sums_at
         memory = self._scratch[plan.domain].sums.array
         for part in plan.parts:
-            n0 = part.scaled.n0 - handle.spec.n0
             for address in part.sums:
-                count = rows.rows * part.scaled.n * 4
+                count = rows.rows * part.n * 4
                 block = memory[address - base : address - base + count].view(np.int32)
-                sums[:, n0 : n0 + part.scaled.n] += block.reshape(rows.rows, -1)
+                sums[:, part.n0 : part.n0 + part.n] += block.reshape(rows.rows, -1)
         return sums
 
     def fence(self) -> None:
@@ -209,7 +260,8 @@ class NpuDevice:
     ) -> None:
         plan = self._run(handles, rows)
         for part in plan.parts:
-            native.scale_sums(part.sums, part.scaled.n, rows, part.scaled, outs[part.handle], biases[part.handle])
+            scaled = handles[part.handle].part(part.n0, part.n)
+            native.scale_sums(part.sums, part.n, rows, scaled, outs[part.handle], biases[part.handle])
 
     def _run(self, handles: Sequence[NpuHandle], rows: native.QuantisedRows) -> _Plan:
         """Copies the rows in, runs the op's chains, and makes their sums visible to the host."""
@@ -226,7 +278,7 @@ class NpuDevice:
         return plan
 
     def _plan(self, handles: Sequence[NpuHandle], M: int) -> _Plan:
-        key = (M, *map(id, handles))
+        key = _key(handles, M)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._prepare(list(handles), M)
@@ -237,8 +289,8 @@ class NpuDevice:
             self._plans.move_to_end(key)
         return plan
 
-    def _forget(self, handles: Sequence[NpuHandle], M: int) -> None:
-        if plan := self._plans.pop((M, *map(id, handles)), None):
+    def _forget_op(self, handles: Sequence[NpuHandle], M: int) -> None:
+        if plan := self._plans.pop(_key(handles, M), None):
             self._drop(plan)
 
     def _prepare(self, handles: list[NpuHandle], M: int) -> _Plan:
@@ -255,11 +307,10 @@ class NpuDevice:
         at = 0
         for index, h in enumerate(handles):
             assert h.weights is not None
-            ks = min(h.spec.ks, Kp)
+            ks = h.ks
             for n0, n1 in _cut(h.columns, pieces):
                 n = n1 - n0
-                scaled = native.Slice(1, h.scales, h.scales + 4 * n0, Kp, ks, h.host.n0 + n0, n)
-                part = _Part(index, scaled)
+                part = _Part(index, n0, n)
                 for k0 in range(0, Kp, ks):
                     # within a K slice the tiles of 32 columns follow each other
                     weights_offset = k0 * h.columns + n0 * ks
@@ -281,11 +332,20 @@ class NpuDevice:
                     at += -(-M * n * 4 // LINE) * LINE
                 parts.append(part)
         chains = [self.npu.prepare([job]) for job in jobs] if spread else [self.npu.prepare(jobs)]
-        return _Plan(handles, domain, chains, parts, at)
+        return _Plan([h.weights for h in handles if h.weights is not None], domain, chains, parts, at)
+
+    def _forget(self, buffer: DmaBuffer) -> None:
+        """Drops the plans that read a buffer which is about to go."""
+        for key in [k for k, plan in self._plans.items() if any(b is buffer for b in plan.buffers)]:
+            self._drop(self._plans.pop(key))
 
     def _drop(self, plan: _Plan) -> None:
         for prepared in plan.chains:
             prepared.free()
+
+
+def _key(handles: Sequence[NpuHandle], M: int) -> tuple[int, ...]:
+    return (M, *(value for h in handles for value in h.shape))
 
 
 def _domain(handle: NpuHandle) -> int:

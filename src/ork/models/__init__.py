@@ -10,6 +10,7 @@ from ork.models.llama import Llama
 from ork.models.qwen2 import Qwen2
 from ork.models.qwen3 import Qwen3
 from ork.ops import Ops
+from ork.residency.stream import TensorSpec
 
 ARCHITECTURES: dict[str, type[Llama] | type[Gemma3]] = {
     "llama": Llama,
@@ -18,7 +19,7 @@ ARCHITECTURES: dict[str, type[Llama] | type[Gemma3]] = {
     "gemma3": Gemma3,
 }
 
-__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture"]
+__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture", "order_of_pass"]
 
 
 def check_architecture(arch: object) -> type[Llama] | type[Gemma3]:
@@ -26,6 +27,13 @@ def check_architecture(arch: object) -> type[Llama] | type[Gemma3]:
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise SourceError(f"architecture {str(arch)[:60]!r} is not supported; known are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[arch]
+
+
+def order_of_pass(ops: Ops) -> list[TensorSpec]:
+    """The weights of a model that was just built in the order in which a pass reads them: layer by layer, each in the
+    order in which its blocks were made, the head last."""
+    layers = {t.name: int(t.name.split(".")[1]) for t in ops.weights if t.name.startswith("blk.")}
+    return sorted({t.name: t for t in ops.weights}.values(), key=lambda t: layers.get(t.name, len(ops.weights)))
 
 
 def build(ops: Ops) -> Model:

@@ -60,8 +60,11 @@ class Index:
     names: memoryview
 
 
-def map_pack(path: str) -> mmap.mmap:
-    """Map a file read-only. Raises PackError if it is missing or empty, StorageError if the system refuses."""
+def map_pack(path: str) -> tuple[mmap.mmap, int]:
+    """A file mapped read-only, and a descriptor of it for the caller to close.
+
+    Raises PackError if it is missing or empty, StorageError if the system refuses.
+    """
     try:
         with open(
             path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)
@@ -71,7 +74,7 @@ def map_pack(path: str) -> mmap.mmap:
                 raise PackError(f"{path}: not a regular file; give the path of a .orkpack")
             if status.st_size == 0:
                 raise PackError(f"{path}: not an ork pack: the file is empty; make one with `ork convert`")
-            return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), os.dup(f.fileno())
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as e:
         raise PackError(f"{path}: {(e.strerror or '').lower()}; give the path of a .orkpack") from None
     except (OSError, ValueError) as e:

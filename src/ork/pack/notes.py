@@ -60,7 +60,9 @@ def write_note(path: str | os.PathLike[str], key: str, value: Any) -> None:
     refuses.
     """
     path = os.fspath(path)
-    offset, _ = read_index(path, memoryview(map_pack(path))).sections["notes"]
+    data, fd = map_pack(path)
+    os.close(fd)
+    offset, _ = read_index(path, memoryview(data)).sections["notes"]
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as e:

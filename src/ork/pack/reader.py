@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ork.errors import PackError
+from ork.pack.file import SliceFile, aligned
 from ork.pack.format import DTYPES, HASHED, NOTES_AREA, PAGE, damaged, hash_of
 from ork.pack.index import Index, describe, map_pack, names_of, read_index
 from ork.pack.metadata import BAD, Metadata, MetaValue
@@ -54,8 +55,9 @@ class Pack:
     The mapping is of the file that was opened: replacing it by rename does not disturb a reader.
     """
 
-    def __init__(self, path: str, data: mmap.mmap):
+    def __init__(self, path: str, data: mmap.mmap, fd: int):
         self.path = path
+        self._file = SliceFile(path, fd)
         self._view = memoryview(data)
         self._bytes: Bytes = np.frombuffer(data, np.uint8)
         self._base = self._bytes.ctypes.data
@@ -74,7 +76,7 @@ class Pack:
         StorageError (the system refuses to read it).
         """
         path = os.fspath(path)
-        return cls(path, map_pack(path))
+        return cls(path, *map_pack(path))
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +155,25 @@ class Pack:
             self._checked[entry] = 1
         return blob
 
+    def read_into(self, entry: int, memory: Bytes) -> int:
+        """Reads an entry's blob into page-aligned `memory`, past the page cache where the file system can, and checks
+        it on its first use; its bytes. Nothing of the mapping is touched. Raises PackDamaged or StorageError."""
+        e = self._index.entries[entry]
+        offset, nbytes = int(e["offset"]), int(e["nbytes"])
+        self._file.read(offset, nbytes, memory)
+        if not self._checked[entry]:
+            if hash_of(memory[:nbytes]) != e["hash"].tobytes():
+                raise damaged(self.path, describe(self._index, entry), offset, "its bytes do not match their hash")
+            self._checked[entry] = 1
+        return nbytes
+
+    def read_part(self, entry: int, start: int, memory: Bytes) -> None:
+        """Reads part of a blob that has been checked whole into `memory`, through the page cache."""
+        e = self._index.entries[entry]
+        if not self._checked[entry]:
+            self.read_into(entry, aligned(int(e["nbytes"])))
+        self._file.read_part(int(e["offset"]) + start, memory)
+
     def address(self, entry: int) -> int:
         """Where an entry's blob is in memory; valid until `close`. Call `slice` first: this does not hash."""
         return self._base + int(self._index.entries["offset"][entry])
@@ -191,6 +212,8 @@ class Pack:
 
     def close(self) -> None:
         """Let go of the mapping, which goes when the last view of it goes. A closed pack must not be used again."""
+        if "_file" in self.__dict__:
+            self._file.close()
         self.__dict__.clear()
 
     def __enter__(self) -> Pack:

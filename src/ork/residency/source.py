@@ -41,5 +41,13 @@ class PackSource:
         self.spec(name)
         return self.pack.slice(self._entries[name][index])
 
+    def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
+        self.spec(name)
+        return self.pack.read_into(self._entries[name][index], memory)
+
+    def read_part(self, name: str, index: int, start: int, memory: npt.NDArray[np.uint8]) -> None:
+        self.spec(name)
+        self.pack.read_part(self._entries[name][index], start, memory)
+
     def raw(self, name: str) -> npt.NDArray[np.generic]:
         return self.pack.raw(name)

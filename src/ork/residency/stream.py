@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ork import native, tiles
 from ork.devices.base import Device, Handle, SliceSpec
 
 
@@ -25,6 +26,11 @@ class TensorSpec:
     act_group: int
     slices: tuple[SliceSpec, ...]
 
+    def blob_bytes(self, index: int) -> int:
+        """Bytes of a slice's blob in the pack."""
+        s = self.slices[index]
+        return tiles.slice_layout(s.codec, s.K, tiles.pad_n(s.n1 - s.n0), s.group).nbytes
+
 
 class SliceSource(Protocol):
     """Where slices come from: a pack, or a converter that runs ahead of the model."""
@@ -36,6 +42,12 @@ class SliceSource(Protocol):
     def blob(self, name: str, index: int) -> npt.NDArray[np.uint8]:
         """The bytes of slice `index` of a tensor, checked against their hash."""
 
+    def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
+        """The same, read into page-aligned memory; its bytes."""
+
+    def read_part(self, name: str, index: int, start: int, memory: npt.NDArray[np.uint8]) -> None:
+        """Part of a slice's bytes."""
+
     def raw(self, name: str) -> npt.NDArray[np.generic]:
         """A small tensor that is not sliced: norms, biases, sign vectors."""
 
@@ -43,33 +55,106 @@ class SliceSource(Protocol):
     def metadata(self) -> Mapping[str, object]: ...
 
 
-class Stream:
-    """Slices in place: placed at first use, kept until `close`."""
+@dataclass
+class StreamStats:
+    """Since the model was loaded. Seconds are wall time; overlap is transfer time during which an op computed."""
 
-    def __init__(self, source: SliceSource, device: Device):
+    loads: int = 0  # slices brought in, the pinned ones included
+    hits: int = 0  # slices that were there when asked for
+    waits: int = 0  # slices that an op had to wait for
+    evictions: int = 0  # slices that another one took the slot of
+    moved_bytes: int = 0
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+    wait_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    overlap_seconds: float = 0.0
+    reason: str = "no window: slices are used where they lie"
+    domains: dict[int, int] = field(default_factory=dict)  # bytes by domain
+
+    @property
+    def overlap(self) -> float:
+        """Share of the transfer time that was hidden under computation."""
+        return self.overlap_seconds / self.transfer_seconds if self.transfer_seconds else 0.0
+
+    def resident(self, nbytes: int) -> None:
+        self.resident_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
+
+Batch = tuple[list[int], list[Handle]]  # index into the op's tensors for each handle, and the handles
+
+
+class Streams(Protocol):
+    """What ops need of residency, with or without a window."""
+
+    source: SliceSource
+    stats: StreamStats
+    tensors: list[TensorSpec]  # in the order of a pass; set once the model is built
+
+    def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
+        """The slices of an op's tensors, a batch at a time; a batch is pinned until the next one is asked for."""
+
+    def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
+        """Host slices that hold the given columns, for embedding look-ups."""
+
+    def reside(self) -> None:
+        """Brings in everything that will stay, without running an op."""
+
+    def close(self) -> None: ...
+
+
+class Stream:
+    """Slices in place: placed at first use, kept until `close`. `domains` spreads them (see `planner`)."""
+
+    def __init__(self, source: SliceSource, device: Device, placement: Mapping[tuple[str, int], int] | None = None):
         self.source = source
         self.device = device
-        self.placed_bytes = 0
+        self.stats = StreamStats()
+        self.tensors: list[TensorSpec] = []
+        self._placement = placement or {}
         self._handles: dict[str, list[Handle]] = {}
+        self._batches: dict[tuple[str, ...], Batch] = {}
 
-    @contextmanager
-    def stream(self, tensor: TensorSpec) -> Iterator[list[Handle]]:
-        """The handles of all slices of `tensor`, in column order, for the length of one op."""
-        yield self.handles(tensor)
+    def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
+        key = tuple([t.name for t in tensors])
+        batch = self._batches.get(key)
+        if batch is None:
+            indices: list[int] = []
+            handles: list[Handle] = []
+            for i, t in enumerate(tensors):
+                held = self.handles(t)
+                handles += held
+                indices += [i] * len(held)
+            batch = self._batches[key] = (indices, handles)
+        yield batch
+
+    def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
+        return nullcontext([self.device.host(h) for h in self.handles(tensor)])
 
     def handles(self, tensor: TensorSpec) -> list[Handle]:
+        """All slices of a tensor, placed now if they are not yet."""
         held = self._handles.get(tensor.name)
         if held is None:
             held = []
             for i, spec in enumerate(tensor.slices):
                 blob = self.source.blob(tensor.name, i)
-                held.append(self.device.place(spec, blob))
-                self.placed_bytes += blob.nbytes
+                domain = self._placement.get((tensor.name, i), 0)
+                held.append(self.device.place(spec, blob, domain))
+                self.stats.loads += 1
+                self.stats.moved_bytes += blob.nbytes
+                self.stats.resident(blob.nbytes)
+                self.stats.domains[domain] = self.stats.domains.get(domain, 0) + blob.nbytes
             self._handles[tensor.name] = held
         return held
+
+    def reside(self) -> None:
+        for tensor in self.tensors:
+            self.handles(tensor)
 
     def close(self) -> None:
         for handles in self._handles.values():
             for handle in handles:
                 self.device.free(handle)
         self._handles.clear()
+        self._batches.clear()

@@ -1,0 +1,80 @@
+"""What is in the window: a pinned prefix of the model's order, and slots that the rest passes through.
+
+A dense pass uses its slices in one order, over and over; on such a cycle LRU hits nothing, so the longest prefix that
+fits is kept for good and the rest is streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ork.errors import UsageError
+from ork.residency.stream import TensorSpec
+
+PAGE = 4096
+
+Key = tuple[str, int]  # tensor, index of the slice
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Which slices stay and how many bytes each slot has. All sizes are whole pages."""
+
+    window: int
+    pinned: tuple[Key, ...]
+    streamed: tuple[Key, ...]  # in the order of a pass
+    pinned_bytes: int
+    slots: int
+    slot_bytes: int
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What the plan keeps mapped at most."""
+        return self.pinned_bytes + self.slots * self.slot_bytes
+
+    @property
+    def reason(self) -> str:
+        """One line for the report."""
+        if not self.streamed:
+            return f"all {len(self.pinned)} slices fit"
+        return (
+            f"{len(self.pinned)} slices ({self.pinned_bytes >> 20} MiB) stay, {len(self.streamed)} pass through "
+            f"{self.slots} slots of {self.slot_bytes / 2**20:.1f} MiB each pass"
+        )
+
+
+def pages(nbytes: int) -> int:
+    """`nbytes` in whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def plan_window(tensors: Sequence[TensorSpec], window: int, cores: int) -> WindowPlan:
+    """Divides `window` bytes between the longest prefix of the order that fits and `cores` + 1 slots for the rest.
+
+    Raises UsageError with the smallest window if this one is too small.
+    """
+    order = [((t.name, i), pages(t.blob_bytes(i))) for t in tensors for i in range(len(t.slices))]
+    total = sum(size for _, size in order)
+    if total <= window:
+        return WindowPlan(window, tuple(k for k, _ in order), (), total, 0, 0)
+    slots = cores + 1
+    least = slots * max(size for _, size in order)
+    if window < least:
+        raise UsageError(
+            f"--window of {window / 2**20:.1f} MiB is too small: {slots} slices ({cores} cores and one being filled) "
+            f"need {-(-least // (1 << 20))} MiB"
+        )
+    # the slots must hold the largest slice that is not in the prefix, which depends on the prefix: shrink it until so
+    kept, used = 0, 0
+    while kept < len(order):
+        rest = max(size for _, size in order[kept:])
+        if used + slots * rest > window:
+            break
+        kept, used = kept + 1, used + order[kept][1]
+    while kept and used + slots * max(size for _, size in order[kept:]) > window:
+        kept -= 1
+        used -= order[kept][1]
+    keys = [k for k, _ in order]
+    slot_bytes = max(size for _, size in order[kept:])
+    return WindowPlan(window, tuple(keys[:kept]), tuple(keys[kept:]), used, slots, slot_bytes)
