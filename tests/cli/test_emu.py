@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ork.cli.main import main, parser
+from ork.emulator.faults import KINDS
 from ork.emulator.review import review
+from ork.emulator.rules import RULES
 from ork.npu import isa
 from tests.cli.conftest import SAID, Ork
 from tests.emulator.programs import FP16, INT4, INT8, Board, Kind, matmul, words
-from tests.emulator.test_captures_run import FILES
+from tests.emulator.test_captures_run import FILES, ROOT
 from tests.emulator.test_record import products, record
 
 # --- ork run --fault ---
@@ -177,6 +181,23 @@ def test_captured_programs_break_no_rule_of_severity_error(ork: Ork) -> None:
         assert code == 0 or re.search("warning never-written|error weight-reuse|error lut-unloaded", out), (name, out)
 
 
+# --- docs/emulator.md ---
+
+
+def test_the_page_names_only_rules_and_faults_that_exist() -> None:
+    page = (ROOT / "docs/emulator.md").read_text()
+    unproven = page.split("## What is `unproven`")[1].split("## ")[0]
+    for row in re.findall(r"^\| (.*?) \|", unproven, re.MULTILINE):
+        assert set(re.findall(r"`([a-z0-9-]+)`", row)) <= RULES.keys()
+    faults = page.split("## Faults")[1].split("## ")[0]
+    assert {
+        name for row in re.findall(r"^\| (`.*?) \|", faults, re.MULTILINE) for name in row.strip("`").split("`, `")
+    } == (KINDS.keys())
+    for block in re.findall(r"^    (?:\$ )?ork (emu|run|npu) (.*)$", page, re.MULTILINE):
+        command = shlex.split(" ".join(block).split("#")[0].split(" > ")[0].split(" | ")[0].replace("MODEL", "m"))
+        parser().parse_args(command)
+
+
 # --- ork emu replay ---
 
 
@@ -196,6 +217,21 @@ def test_a_recording_replays_and_compares(ork: Ork, tmp_path: Path) -> None:
     code, out, err = ork("emu", "replay", cut)
     assert code == 0
     assert "has no end" in err
+
+
+def test_the_words_of_a_recorded_submit(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bytes that `ork emu check -` and `ork npu disasm` read."""
+    path = tmp_path / "a.orktrace"
+    record(path, products(cores=1))
+    assert main(["emu", "replay", str(path), "--words", "2"]) == 0
+    raw = capfdbinary.readouterr().out
+    assert len(isa.positions(np.frombuffer(raw, np.uint64), 0x1020)) == 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    assert main(["emu", "check", "-"]) == 0
+    assert main(["emu", "replay", str(path), "--words", "77"]) == 2
+    assert b"no submit 77 in it" in capfdbinary.readouterr().err
 
 
 def test_no_recording_is_one_line(refused: Callable[..., str], tmp_path: Path) -> None:
