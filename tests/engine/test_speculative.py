@@ -434,7 +434,7 @@ def test_the_pace_follows_the_share_of_right_proposals() -> None:
     means = [np.mean(run_pace(Pace(0.3, 8), share, 200)[50:]) for share in (0.2, 0.5, 0.7, 0.8, 0.9)]
     assert means == sorted(means)
     assert means[0] < 0.3
-    assert 1 <= means[2] < 4 < means[4]
+    assert 1 <= means[2] < 3.5 < means[4]
     cheap = [np.mean(run_pace(Pace(cost, 8), 0.8, 200)) for cost in (1.2, 0.5, 0.2, 0.0)]
     assert cheap == sorted(cheap)
 

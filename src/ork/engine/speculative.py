@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MOST: Final = 8  # proposals in one pass
 MOST: Final = 64
-ROW_COST: Final = 0.04  # a further row in a pass, as a share of the pass; see bench/draft.py
+ROW_COST: Final = 0.08  # a further row in a pass, as a share of the pass of one (bench/draft.py measures it)
 
 Proposal = tuple[int, Candidates]  # a token, and what it was drawn from
 
