@@ -90,10 +90,10 @@ class Sampler:
         Rejection sampling (Leviathan et al. 2023, Chen et al. 2023): the token stays with probability
         min(1, mine / theirs); otherwise one is drawn from what `mine` has more of than `theirs`.
         """
-        p, q = dict(zip(*mine)), dict(zip(*theirs))
-        if self._random.random() * q[token] < p.get(token, 0.0):
+        if self._random.random() * _probability(theirs, token) < _probability(mine, token):
             return token
-        rest = [max(0.0, p[i] - q.get(i, 0.0)) for i in p]
+        q = dict(zip(*theirs))
+        rest = [max(0.0, p - q.get(i, 0.0)) for i, p in zip(*mine)]
         return self.draw((mine[0], rest) if sum(rest) > 0.0 else mine)
 
     def ahead(self) -> Sampler:
@@ -109,6 +109,11 @@ class Sampler:
         penalty = np.float32(self.params.repeat_penalty)
         row[0, seen] = np.where(part > 0, part / penalty, part * penalty)
         return row
+
+
+def _probability(candidates: Candidates, token: int) -> float:
+    ids, probabilities = candidates
+    return probabilities[ids.index(token)] if token in ids else 0.0
 
 
 def _nucleus(probabilities: list[float], top_p: float, min_p: float) -> int:
