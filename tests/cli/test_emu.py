@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -238,3 +239,31 @@ def test_no_recording_is_one_line(refused: Callable[..., str], tmp_path: Path) -
     (tmp_path / "text").write_text("hello")
     assert "no .orktrace recording" in refused("emu", "replay", tmp_path / "text")
     assert "No such file" in refused("emu", "replay", tmp_path / "missing")
+
+
+# --- ork emu record ---
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
+def test_a_program_is_recorded_and_runs_again(ork: Ork, tmp_path: Path) -> None:
+    """One that knows nothing of ork, and then with a register that breaks a rule: the recordings tell which."""
+    client = [sys.executable, str(ROOT / "tests/clients/client.py"), "matmul"]
+    good, bad = tmp_path / "good.orktrace", tmp_path / "bad.orktrace"
+    code, _, err = ork("emu", "record", "-o", good, "--", *client)
+    assert code == 0
+    assert f"ork: {good}: 1 submits, " in err
+    assert ork("emu", "replay", good) == (0, "1 submits, 0 differ\n", "")
+    code, _, err = ork("emu", "record", "-o", bad, "--", *client, "0x1034=0x50")
+    assert code == 1
+    assert "error weight-size" in err
+    assert ork("emu", "replay", bad) == (0, "1 submits, 0 differ\n", "")
+    code, out, _ = ork("emu", "replay", good, "--diff", bad)
+    assert code == 1
+    assert "submit 1: rules {} -> {'weight-size': 1}" in out
+    assert re.search("submit 1: program 0 .* CNA.WEIGHT_SIZE1 .* weight_bytes_per_kernel 64 -> 80", out)
+
+
+def test_nothing_is_recorded_of_no_program(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "not found" in refused("emu", "record", "-o", tmp_path / "x", "--", "/no/such/program")
+    assert not (tmp_path / "x").exists()
+    assert "No such file" in refused("emu", "record", "-o", tmp_path / "no" / "x", "--", sys.executable, "-c", "0")
