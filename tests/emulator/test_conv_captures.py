@@ -36,11 +36,12 @@ TEXTS = (1 << 32) - MEMORY  # below all operands
 
 @dataclass
 class Chain:
-    """Programs of one core: where the first one lies, its body's length, how many have a convolution."""
+    """Programs of one core: where the first one lies, its body's length, how many there are."""
 
     address: int
     amount: int
-    convolutions: int
+    programs: int
+    pooling: bool = False  # the last of them pools, and raises the interrupt
 
 
 @dataclass
@@ -94,9 +95,10 @@ def live(name: str) -> Graph:
         for t in about["tasks"]
     ]
     first = {line.offset: line.value for line in disassemble(words[:112])}
-    return graph_of(
-        [(tasks[0]["address"], words)], chains(tasks), first, first[0x1038] & 0x3FFF, first[0x1024] & 0xFFFF
-    )
+    sets = chains(tasks)
+    for chain in (chain for cores in sets[1:] for chain in cores):
+        chain.programs, chain.pooling = chain.programs + 1, True
+    return graph_of([(tasks[0]["address"], words)], sets, first, first[0x1038] & 0x3FFF, first[0x1024] & 0xFFFF)
 
 
 NAMES = {
@@ -219,8 +221,9 @@ def test_sets_for_one_two_and_three_cores(name: str) -> None:
         data.lay(memory.cpu, memory.iova)
         for number, chain in enumerate(cores):
             core = Core(number, RK3588, board.report, "fast")
-            outcome = core.run(board.domain, chain.address, chain.amount, chain.convolutions)
-            assert (outcome.hang, outcome.tasks) == (None, chain.convolutions)
+            outcome = core.run(board.domain, chain.address, chain.amount, chain.programs)
+            assert (outcome.hang, outcome.tasks) == (None, chain.programs)
+            assert outcome.int_status & (0xC00 if chain.pooling else 0x300)
         data.check(memory.cpu, memory.iova)
         # fp16 depthwise of several channel blocks is known from these captures alone
         assert set(board.report.counts) <= {"depthwise"}
@@ -237,12 +240,12 @@ def test_chains_as_submits_with_core_masks(count: int) -> None:
     data.lay(made.array, made.iova)
     calls = []
     for number, chain in enumerate(cores):
-        tasks = board.tasks(chain.convolutions)
-        array = (uabi.Task * chain.convolutions).from_buffer(tasks.view)
+        tasks = board.tasks(chain.programs, int_mask=0xC00 if chain.pooling else 0x300)
+        array = (uabi.Task * chain.programs).from_buffer(tasks.view)
         array[0].regcmd_addr, array[0].regcfg_amount = chain.address, chain.amount
         del array
         board.sync(tasks, uabi.SYNC_TO_DEVICE)
-        calls.append(kernels_board.in_thread(lambda t=tasks, n=number, c=chain: board.submit(t, c.convolutions, n)))
+        calls.append(kernels_board.in_thread(lambda t=tasks, n=number, c=chain: board.submit(t, c.programs, n)))
     for thread, result in calls:
         thread.join(60)
         assert isinstance(result[0], uabi.Submit), result
