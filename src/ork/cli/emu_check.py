@@ -32,15 +32,16 @@ def run(args: argparse.Namespace) -> int:
     name, data = read_dump(args.file)
     words = words_of(name, data)
     tasks = _descriptors(name, data)
-    count = len(programs(words))
-    if tasks and len(tasks) != count:
-        raise SourceError(f"{name}: {len(tasks)} tasks for {count} programs: give one each, or none")
-    found = review(words, tasks=tasks)
+    try:
+        found = review(words, tasks=tasks)
+    except SourceError as error:
+        raise SourceError(f"{name}: {error}") from None
     if args.json:
         print(json.dumps([_plain(v) for v in found], indent=1))
     else:
         for violation in found:
             print(violation)
+        count = len(programs(words))
         errors = sum(v.severity == "error" for v in found)
         print(f"{count} program{'s' * (count != 1)}, {errors} errors, {len(found) - errors} other findings")
     return int(any(v.severity == "error" for v in found))

@@ -90,9 +90,12 @@ def review(
     A chain is followed as far as its links lead from each program to the next one of the dump; the others start
     afresh, with the registers that the ones before them left. Raises SourceError for more programs than can be read.
     """
+    count = int(np.count_nonzero(words >> np.uint64(48) == ENABLE_TARGET))
+    if count > MAX_PROGRAMS:
+        raise SourceError(f"{count} programs: at most {MAX_PROGRAMS} are checked at once, cut the dump")
     spans = programs(words)
-    if len(spans) > MAX_PROGRAMS:
-        raise SourceError(f"{len(spans)} programs: at most {MAX_PROGRAMS} are checked at once, cut the dump")
+    if tasks and len(tasks) != len(spans):
+        raise SourceError(f"{len(tasks)} tasks for {len(spans)} programs: give one each, or none")
     base = base_address(spans)
     report = Report(strict)
     domain = cast(Domain, _Blank(base, words))
