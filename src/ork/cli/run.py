@@ -221,7 +221,7 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
         "threads": model.device.threads,
         "kv": model.kv,
         "kv_bytes": kv,
-        "weight_bytes": model.stream.placed_bytes,
+        "weight_bytes": model.stream.stats.resident_bytes,
         "peak_rss_bytes": peak,
         "pack": str(model.pack.path),
     }
@@ -239,7 +239,7 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
     if npu:
         say(", ".join(f"{key} {value}" for key, value in npu.items()))
     device = f"{model.device.name} ({model.device.isa}, {model.device.threads} threads; {model.device_reason})"
-    weights = f"{size_text(model.stream.placed_bytes)} {'copied to NPU memory from' if npu else 'in place in'}"
+    weights = f"{size_text(model.stream.stats.resident_bytes)} {'copied to NPU memory from' if npu else 'in place in'}"
     say(
         f"prefill {stats.prompt_tokens} tokens at {stats.prefill_rate:.1f} tok/s, decode {stats.new_tokens} at "
         f"{stats.decode_rate:.1f} tok/s, ended by {stats.reason}; {device}; weights {weights} {model.pack.path}; "
