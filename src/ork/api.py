@@ -68,7 +68,7 @@ class LoadedModel:
             if self._window is None
             else Window(self.source, self.device, self._window, prefetch=self._prefetch)
         )
-        ops = Ops(self.stream, self.device)
+        self.ops = ops = Ops(self.stream, self.device)
         self.model = models.build(ops)
         self.stream.tensors = models.order_of_pass(ops)
         config = self.model.config

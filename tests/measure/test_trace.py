@@ -47,7 +47,7 @@ def test_overlap_is_that_of_the_statistics(tmp_path: Path, device: str, prefetch
         source.read_into = slowed(source.read_into, 2e-3)  # type: ignore[method-assign]
         dev.linear = slowed(dev.linear, 2e-3)  # type: ignore[method-assign]
         trace = Trace()
-        trace.attach(model.model.ops)
+        trace.attach(model.ops)
         model.stream.reside()
         run(model)
         stats = model.stream.stats
@@ -63,7 +63,7 @@ def test_the_file_has_a_track_for_everything(tmp_path: Path, device: str) -> Non
     path = tiny.random_gguf(tmp_path / "m.gguf")
     with load(path, device=device, threads=1, window=WINDOW) as model:
         trace = Trace()
-        trace.attach(model.model.ops)
+        trace.attach(model.ops)
         run(model)
     out = tmp_path / "trace.json"
     trace.save(out)
@@ -95,7 +95,7 @@ def test_the_file_has_a_track_for_everything(tmp_path: Path, device: str) -> Non
 def test_a_product_lies_within_its_op_and_submits_within_their_product(tmp_path: Path) -> None:
     with load(tiny.random_gguf(tmp_path / "m.gguf"), device="emu", threads=1) as model:
         trace = Trace()
-        trace.attach(model.model.ops)
+        trace.attach(model.ops)
         run(model, passes=1)
 
     def inside(inner: str, outer: str) -> bool:
@@ -131,7 +131,7 @@ def test_bits_are_the_same_and_a_detached_trace_hears_nothing(tmp_path: Path) ->
     with load(tiny.random_gguf(tmp_path / "m.gguf"), device="cpu", threads=1) as model:
         want = model.logits(TOKENS)
         trace = Trace()
-        trace.attach(model.model.ops)
+        trace.attach(model.ops)
         got = model.logits(TOKENS)
         trace.detach()
         heard = len(trace.events)
@@ -139,7 +139,7 @@ def test_bits_are_the_same_and_a_detached_trace_hears_nothing(tmp_path: Path) ->
         assert (want.view(np.uint32) == got.view(np.uint32)).all()
         model.logits(TOKENS)
         assert len(trace.events) == heard
-        touched = (model.model.ops, model.device, model.source, model.stream)
+        touched = (model.ops, model.device, model.source, model.stream)
         assert not any(callable(value) for target in touched for value in vars(target).values())
 
 

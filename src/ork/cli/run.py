@@ -59,6 +59,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--max-ram", default="2G", metavar="SIZE", help="memory for that conversion (default: 2G)")
     sub.add_argument("--verify", action="store_true", help="check every hash of the pack first")
     sub.add_argument("--json", action="store_true", help="one JSON object instead of the text")
+    sub.add_argument("--trace", type=Path, metavar="FILE", help="what ran when, for chrome://tracing or Perfetto")
     add_device(sub)
     add_fault(sub)
 
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(**sampling).check()  # before a model is converted for it
     interactive = args.chat and args.prompt is None and args.file is None and sys.stdin and sys.stdin.isatty()
     text = None if interactive else _prompt(args)
-    with faulty_board(args.fault, args.device) as board, _load(args, board) as model:
+    with faulty_board(args.fault, args.device) as board, _load(args, board) as model, _traced(model, args.trace):
         if args.chat:
             return _chat(model, args, text, sampling)
         assert text is not None
@@ -128,6 +129,24 @@ def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[Lo
         if draft is not None:
             model.use_draft(draft, most=args.draft_max, threads=args.threads)
         yield model
+
+
+@contextlib.contextmanager
+def _traced(model: LoadedModel, path: Path | None) -> Iterator[None]:
+    """Writes what the model does meanwhile to `path`, also when it fails or is interrupted."""
+    if path is None:
+        yield
+        return
+    from ork.measure.trace import Trace
+
+    trace = Trace()
+    trace.save(path)  # a file that cannot be written is told before the work
+    trace.attach(model.ops)
+    try:
+        yield
+    finally:
+        trace.detach()
+        trace.save(path)
 
 
 def _open(args: argparse.Namespace, path: Path, *, codec: str, rotate: bool) -> Pack:

@@ -98,11 +98,11 @@ class Trace:
     def _watch_reside(self, stream: Any) -> None:
         inner = stream.reside
 
-        def reside() -> None:
+        def reside() -> Any:
             before, start = stream.stats.loads, time.perf_counter()
             self._residing = True
             try:
-                inner()
+                return inner()
             finally:
                 self._residing = False
                 if loads := stream.stats.loads - before:
