@@ -27,24 +27,24 @@ class SliceFile:
         self.path = path
         self._fd = fd
         self._direct = -1
+        self._refused = False
         with contextlib.suppress(OSError):  # tmpfs and some network file systems have no O_DIRECT
             self._direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
 
     @property
     def direct(self) -> bool:
         """Whether reads go past the page cache."""
-        return self._direct >= 0
+        return self._direct >= 0 and not self._refused
 
     def read(self, offset: int, nbytes: int, memory: Bytes) -> None:
         """`nbytes` at `offset` into page-aligned memory; both offset and room are whole pages."""
         whole = min(-(-nbytes // PAGE) * PAGE, memory.nbytes)
-        if self._direct >= 0:
+        if self.direct:
             try:
                 self._fill(self._direct, offset, memory[:whole], nbytes)
                 return
             except OSError:  # a file system that accepted the flag and refuses the reads
-                os.close(self._direct)
-                self._direct = -1
+                self._refused = True  # the descriptor stays: other threads may be reading by it
         self._fill(self._fd, offset, memory[:nbytes], nbytes)
 
     def read_part(self, offset: int, memory: Bytes) -> None:

@@ -1,21 +1,26 @@
 """Fills slots ahead of the ops, in the model's own order, on threads of its own.
 
-A slot is free, being filled, ready, or in use; only slots in use and the one being filled are pinned. An op that asks
-out of order (the first pass, a sequence that ended) moves the loaders to what it asked for. A second loader joins when
-ops wait for more than a fifth of the time that transfers take: then one cannot keep up.
+The order is a cycle with the place where the next op is expected on it. The next slice that is missing from there on is
+loaded into a free slot, or into that of the slice which will be needed last; only slots in use and those being filled
+are pinned. An op that asks for something else (the first pass, a sequence that ended) moves the place, nothing more.
+Another loader joins when ops wait for more than a fifth of the time that transfers take: then one cannot keep up.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Sequence
 
 from ork.devices.base import Device, Handle, Slot
+from ork.errors import OrkError, StorageError
 from ork.residency.cache import Key
 from ork.residency.stream import SliceSource, StreamStats, TensorSpec
 
 JOIN_SHARE = 0.2  # of the transfer time spent waiting, from where another loader joins
+JUDGED = 4  # times the slots: so many loads are looked at before the next one joins
 
 
 class Clock:
@@ -42,7 +47,11 @@ class Clock:
 
 
 class Loader:
-    """`slots` slots through which the slices `order` pass, again and again."""
+    """Slots through which the slices `order` pass, again and again.
+
+    One op at a time takes and gives; it holds fewer slices than there are slots. A slice that could not be loaded ahead
+    is tried again when an op asks for it, and `take` raises what came of that; the loader goes on.
+    """
 
     def __init__(
         self,
@@ -61,149 +70,201 @@ class Loader:
         self._stats, self._clock = stats, clock
         self._changed = threading.Condition()
         self._free = list(slots)
-        self._held: dict[Key, Slot] = {}  # what a slot was last filled with
-        self._ready: dict[Key, Handle] = {}
+        self._ready: dict[Key, tuple[Handle, Slot]] = {}
         self._filling: set[Key] = set()
-        self._used: set[Key] = set()
-        self._next = 0  # position in the order of the slice to fill next
-        self._error: BaseException | None = None
+        self._failed: dict[Key, BaseException] = {}
+        self._pins: Counter[Key] = Counter()
+        self._at = 0  # position in the order from where slices will be needed
         self._stop = False
+        self._slots = len(slots)
+        self._judged = (0, 0.0, 0.0)  # loads, seconds waited and of transfers when the last loader joined or did not
         self._threads: list[threading.Thread] = []
-        self._most = max(1, len(slots) - 1)
         if threads:
             self._join()
 
     def _join(self) -> None:
-        thread = threading.Thread(target=self._run, name="ork-loader", daemon=True)
+        thread = threading.Thread(target=self._run, name=f"ork-loader-{len(self._threads)}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     # --- for ops ---
 
     def take(self, key: Key) -> Handle:
-        """The handle of a slice, waiting for it if need be; pinned until `give`."""
+        """The handle of a slice, waiting for it if need be; pinned until `give`. Raises what loading it raised."""
         with self._changed:
+            if self._stop:
+                raise RuntimeError("the window is closed")
+            self._at = self._place[key]
             if key in self._ready:
                 self._stats.hits += 1
-                self._used.add(key)
-                return self._ready[key]
-            self._stats.waits += 1
-            start = time.perf_counter()
-            if not self._threads:
-                return self._take_alone(key)
-            if key not in self._filling:
-                self._go_to(key)
-            while key not in self._ready:
-                if self._error is not None:
-                    raise self._error
-                self._changed.wait()
-            self._used.add(key)
-            self._stats.wait_seconds += time.perf_counter() - start
-            if len(self._threads) < self._most and self._behind():
-                self._join()
-            return self._ready[key]
+            else:
+                self._stats.waits += 1
+                start = time.perf_counter()
+                if self._threads:
+                    self._wait_for(key)
+                else:
+                    self._bring(key)
+                self._stats.wait_seconds += time.perf_counter() - start
+                self._adapt()
+            self._pins[key] += 1
+            self._at = (self._at + 1) % len(self._order)
+            return self._ready[key][0]
 
     def give(self, key: Key) -> None:
         """The op is done with the slice: its slot may be filled with another."""
         with self._changed:
-            self._used.discard(key)
-            self._evict(key)
+            self._pins[key] -= 1
+            if self._pins[key] <= 0:
+                del self._pins[key]
             self._changed.notify_all()
 
     def ready(self, key: Key) -> bool:
         """Whether `take` would not wait."""
         return key in self._ready
 
+    @property
+    def loaders(self) -> int:
+        """Threads that load."""
+        return len(self._threads)
+
     def close(self) -> list[Slot]:
-        """Stops the threads; all slots."""
+        """Stops the threads, each after the transfer it is in; all slots, which are the caller's again."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        for key in list(self._ready):
-            self._evict(key)
-        return self._free
+        slots = [*self._free, *(slot for _, slot in self._ready.values())]
+        self._free.clear()
+        self._ready.clear()
+        return slots
 
     # --- inside; the lock is held ---
 
-    def _behind(self) -> bool:
-        return self._stats.wait_seconds > JOIN_SHARE * max(self._stats.transfer_seconds, 1e-3)
-
-    def _go_to(self, key: Key) -> None:
-        """The op asks for something else than was foreseen: what is ready and not in use makes room."""
-        for other in [k for k in self._ready if k not in self._used]:
-            self._evict(other)
-        self._next = self._place[key]
+    def _wait_for(self, key: Key) -> None:
+        self._failed.clear()
         self._changed.notify_all()
+        while key not in self._ready:
+            if key in self._failed:
+                raise self._failed.pop(key)
+            if self._stop:
+                raise RuntimeError("the window was closed while an op waited for a slice")
+            self._check_room(key)
+            self._changed.wait()
 
-    def _evict(self, key: Key) -> None:
-        if key in self._ready:
-            del self._ready[key]
-            self._free.append(self._held.pop(key))
-            self._stats.evictions += 1
+    def _bring(self, key: Key) -> None:
+        """Without prefetch: the op's own thread fills a slot."""
+        self._check_room(key)
+        slot = self._room(key)
+        assert slot is not None
+        result: tuple[Handle, int] | BaseException = KeyboardInterrupt()
+        try:
+            result = self._transfer(key, slot)
+        finally:
+            self._finish(key, slot, result)
+            error = self._failed.pop(key, None)
+        if error is not None:
+            raise error
 
-    def _upcoming(self) -> Key | None:
-        """The next slice that is neither here nor on its way."""
-        for step in range(len(self._order)):
-            key = self._order[(self._next + step) % len(self._order)]
+    def _check_room(self, key: Key) -> None:
+        if not self._free and not self._filling and all(k in self._pins for k in self._ready):
+            raise RuntimeError(f"no slot for {key[0]}: all {self._slots} are in use by ops that were not ended")
+
+    def _distance(self, key: Key) -> int:
+        """Slices that will be asked for before this one."""
+        return (self._place[key] - self._at) % len(self._order)
+
+    def _wanted(self) -> Key | None:
+        """The next slice that is neither here nor on its way; none past one that failed."""
+        for step in range(min(self._slots + 1, len(self._order))):
+            key = self._order[(self._at + step) % len(self._order)]
+            if key in self._failed:
+                return None
             if key not in self._ready and key not in self._filling:
-                self._next = (self._next + step + 1) % len(self._order)
                 return key
         return None
 
-    def _take_alone(self, key: Key) -> Handle:
-        """Without prefetch: the op's own thread fills the slot."""
-        if not self._free:
-            for other in [k for k in self._ready if k not in self._used][:1]:
-                self._evict(other)
-        slot = self._free.pop()
-        start = time.perf_counter()
-        handle = self._fill(key, slot)
-        self._stats.wait_seconds += time.perf_counter() - start
-        self._held[key] = slot
-        self._ready[key] = handle
-        self._used.add(key)
-        return handle
+    def _room(self, key: Key) -> Slot | None:
+        """A slot for `key`: a free one, or that of the slice which is needed last, if that is later than `key`."""
+        if self._free:
+            return self._free.pop()
+        idle = [k for k in self._ready if k not in self._pins]
+        last = max(idle, key=self._distance, default=key)
+        if self._distance(last) <= self._distance(key):
+            return None
+        self._stats.evictions += 1
+        return self._ready.pop(last)[1]
 
-    # --- the lock is not held ---
+    def _job(self) -> tuple[Key, Slot] | None:
+        key = self._wanted()
+        slot = self._room(key) if key is not None else None
+        if key is None or slot is None:
+            return None
+        self._filling.add(key)
+        return key, slot
 
-    def _fill(self, key: Key, slot: Slot) -> Handle:
+    def _finish(self, key: Key, slot: Slot, result: tuple[Handle, int] | BaseException) -> None:
+        self._filling.discard(key)
+        if isinstance(result, BaseException):
+            self._failed[key] = result
+            self._free.append(slot)
+        else:
+            handle, nbytes = result
+            self._ready[key] = handle, slot
+            self._stats.loads += 1
+            self._stats.moved_bytes += nbytes
+        self._changed.notify_all()
+
+    def _adapt(self) -> None:
+        """After a wait: another loader if those that are there cannot keep up."""
+        s, (loads, waited, moved) = self._stats, self._judged
+        if not self._threads or len(self._threads) >= self._slots - 1 or s.loads - loads < JUDGED * self._slots:
+            return
+        if s.wait_seconds - waited > JOIN_SHARE * (s.transfer_seconds - moved):
+            self._join()
+        self._judged = s.loads, s.wait_seconds, s.transfer_seconds
+
+    # --- the lock need not be held ---
+
+    def _transfer(self, key: Key, slot: Slot) -> tuple[Handle, int] | BaseException:
         name, index = key
         self._clock.change(transfers=1)
         try:
-            nbytes = self._source.read_into(name, index, slot.memory)
-            handle = self._device.fill(self._tensors[name].slices[index], slot, nbytes)
+            return load_slice(self._source, self._device, self._tensors[name], index, slot)
+        except Exception as error:
+            return error
         finally:
             self._clock.change(transfers=-1)
-        self._stats.loads += 1
-        self._stats.moved_bytes += nbytes
-        return handle
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._stop and (not self._free or self._error is not None):
+                job = None
+                while not self._stop and (job := self._job()) is None:
                     self._changed.wait()
-                if self._stop:
+                if job is None:
                     return
-                key = self._upcoming()
-                if key is None:
-                    self._changed.wait()
-                    continue
-                slot = self._free.pop()
-                self._filling.add(key)
-            try:
-                handle = self._fill(key, slot)
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._filling.discard(key)
-                    self._free.append(slot)
-                    self._changed.notify_all()
-                return
+            result = self._transfer(*job)
             with self._changed:
-                self._filling.discard(key)
-                self._held[key] = slot
-                self._ready[key] = handle
-                self._changed.notify_all()
+                self._finish(*job, result)
+
+
+def load_slice(source: SliceSource, device: Device, tensor: TensorSpec, index: int, slot: Slot) -> tuple[Handle, int]:
+    """Reads a slice into a slot: its handle and bytes. Raises the source's and the device's errors, one clear line."""
+    try:
+        nbytes = source.read_into(tensor.name, index, slot.memory)
+        return device.fill(tensor.slices[index], slot, nbytes), nbytes
+    except OrkError as error:
+        release_frames(error)
+        raise
+    except (OSError, MemoryError) as error:
+        text = f"slice {index} of {tensor.name} could not be loaded: {error.__class__.__name__}: {error}"
+        release_frames(error)
+        raise StorageError(text) from None
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Lets go of what the frames of an error hold: a slot cannot be freed while an array of its memory is alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

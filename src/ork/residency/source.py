@@ -33,8 +33,8 @@ class PackSource:
             t = self.pack.tensor(name)
             slices = tuple(SliceSpec(name, t.codec, t.K, t.Kp, t.ks, s.n0, s.n1, t.group) for s in t.slices)
             held = TensorSpec(name, t.codec, t.N, t.K, t.rotation, t.act_group, slices)
-            self._specs[name] = held
             self._entries[name] = [s.entry for s in t.slices]
+            self._specs[name] = held  # last: other threads look here
         return held
 
     def blob(self, name: str, index: int) -> npt.NDArray[np.uint8]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -63,9 +64,11 @@ class StreamStats:
     hits: int = 0  # slices that were there when asked for
     waits: int = 0  # slices that an op had to wait for
     evictions: int = 0  # slices that another one took the slot of
+    lazy: int = 0  # slices that were to stay and came only when an op asked, although `reside` was called before
     moved_bytes: int = 0
     resident_bytes: int = 0
     peak_bytes: int = 0
+    scratch_bytes: int = 0  # of the host, at most: pieces of an embedding that streams
     wait_seconds: float = 0.0
     transfer_seconds: float = 0.0
     overlap_seconds: float = 0.0
@@ -77,9 +80,21 @@ class StreamStats:
         """Share of the transfer time that was hidden under computation."""
         return self.overlap_seconds / self.transfer_seconds if self.transfer_seconds else 0.0
 
-    def resident(self, nbytes: int) -> None:
+    def resident(self, nbytes: int, domain: int = 0) -> None:
+        """Bytes that are mapped from now on; negative: no longer."""
         self.resident_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+        self.domains[domain] = self.domains.get(domain, 0) + nbytes
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What `reside` brought in. `domains` are bytes by IOMMU domain, slots that slices will pass through included."""
+
+    slices: int
+    nbytes: int
+    domains: dict[int, int]
+    seconds: float
 
 
 Batch = tuple[list[int], list[Handle]]  # index into the op's tensors for each handle, and the handles
@@ -98,8 +113,8 @@ class Streams(Protocol):
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
         """Host slices that hold the given columns, for embedding look-ups."""
 
-    def reside(self) -> None:
-        """Brings in everything that will stay, without running an op."""
+    def reside(self) -> Ready:
+        """Brings in everything that will stay, without running an op; again: what is there."""
 
     def close(self) -> None: ...
 
@@ -115,6 +130,7 @@ class Stream:
         self._placement = placement or {}
         self._handles: dict[str, list[Handle]] = {}
         self._batches: dict[tuple[str, ...], Batch] = {}
+        self._ready: Ready | None = None
 
     def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
         key = tuple([t.name for t in tensors])
@@ -122,11 +138,16 @@ class Stream:
         if batch is None:
             indices: list[int] = []
             handles: list[Handle] = []
+            before = self.stats.loads
             for i, t in enumerate(tensors):
                 held = self.handles(t)
                 handles += held
                 indices += [i] * len(held)
             batch = self._batches[key] = (indices, handles)
+            self.stats.waits += self.stats.loads - before
+            self.stats.hits += len(handles) - (self.stats.loads - before)
+        else:
+            self.stats.hits += len(batch[1])
         yield batch
 
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
@@ -136,25 +157,44 @@ class Stream:
         """All slices of a tensor, placed now if they are not yet."""
         held = self._handles.get(tensor.name)
         if held is None:
-            held = []
+            held = self._handles[tensor.name] = self._place(tensor)
+        return held
+
+    def _place(self, tensor: TensorSpec) -> list[Handle]:
+        placed: list[Handle] = []
+        try:
             for i, spec in enumerate(tensor.slices):
                 blob = self.source.blob(tensor.name, i)
                 domain = self._placement.get((tensor.name, i), 0)
-                held.append(self.device.place(spec, blob, domain))
+                placed.append(self.device.place(spec, blob, domain))
                 self.stats.loads += 1
                 self.stats.moved_bytes += blob.nbytes
-                self.stats.resident(blob.nbytes)
-                self.stats.domains[domain] = self.stats.domains.get(domain, 0) + blob.nbytes
-            self._handles[tensor.name] = held
-        return held
+                self.stats.resident(blob.nbytes, domain)
+        except BaseException:
+            self._free(tensor, placed)
+            raise
+        if self._ready is not None:
+            self.stats.lazy += len(placed)
+        return placed
 
-    def reside(self) -> None:
-        for tensor in self.tensors:
-            self.handles(tensor)
+    def _free(self, tensor: TensorSpec, handles: Sequence[Handle]) -> None:
+        for i, handle in enumerate(handles):
+            self.device.free(handle)
+            self.stats.resident(-tensor.blob_bytes(i), self._placement.get((tensor.name, i), 0))
+
+    def reside(self) -> Ready:
+        if self._ready is None:
+            start = time.perf_counter()
+            for tensor in self.tensors:
+                self.handles(tensor)
+            slices = sum(map(len, self._handles.values()))
+            seconds = time.perf_counter() - start
+            self._ready = Ready(slices, self.stats.resident_bytes, dict(self.stats.domains), seconds)
+        return self._ready
 
     def close(self) -> None:
-        for handles in self._handles.values():
-            for handle in handles:
-                self.device.free(handle)
+        for name, handles in self._handles.items():
+            self._free(self.source.spec(name), handles)
         self._handles.clear()
         self._batches.clear()
+        self._ready = None

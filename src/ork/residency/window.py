@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ from ork import native, tiles
 from ork.devices.base import Device, Handle, SliceSpec, Slot
 from ork.pack.file import aligned
 from ork.residency.cache import Key, WindowPlan, pages, plan_window
-from ork.residency.prefetch import Clock, Loader
-from ork.residency.stream import Batch, SliceSource, StreamStats, TensorSpec
+from ork.residency.prefetch import Clock, Loader, load_slice, release_frames
+from ork.residency.stream import Batch, Ready, SliceSource, StreamStats, TensorSpec
 
 GATHER = 64  # columns that an embedding look-up reads together
 GATHERED = 64  # such pieces that are kept: frequent tokens
@@ -23,7 +24,11 @@ Piece = tuple[native.Slice, npt.NDArray[np.uint8]]
 
 
 class Window:
-    """Streams slices through `window` bytes of the device. `tensors` must be set before use, in a pass's order."""
+    """Streams slices through `window` bytes of the device. `tensors` must be set before use, in a pass's order.
+
+    One op at a time: whoever asks for batches while another generator of them is half used may find no slot free, and
+    is told so. `placement` puts pinned slices into domains; the slots are in `slot_domain`.
+    """
 
     def __init__(
         self,
@@ -33,6 +38,7 @@ class Window:
         *,
         prefetch: bool = True,
         placement: Mapping[Key, int] | None = None,
+        slot_domain: int = 0,
     ):
         self.source = source
         self.device = device
@@ -42,34 +48,42 @@ class Window:
         self.plan: WindowPlan | None = None
         self._prefetch = prefetch
         self._placement = placement or {}
+        self.slot_domain = slot_domain
         self._pinned: dict[Key, Handle] = {}
-        self._slots: list[Slot] = []  # of the pinned slices
+        self._slots: list[tuple[Slot, int, int]] = []  # all of them, with bytes and domain
+        self._ready: Ready | None = None
         self._loader: Loader | None = None
         self._clock = Clock(self.stats)
         self._pieces: OrderedDict[tuple[str, int], Piece] = OrderedDict()
 
-    def reside(self) -> None:
+    def reside(self) -> Ready:
         """Plans the window, fills what stays, makes the slots. Raises UsageError for a window that is too small."""
-        if self.plan is not None:
-            return
+        if self._ready is None:
+            start = time.perf_counter()
+            try:
+                self._fill(plan_window(self.tensors, self.window, self.device.cores))
+            except BaseException as error:
+                release_frames(error)
+                self.close()
+                raise
+            seconds = time.perf_counter() - start
+            stats = self.stats
+            self._ready = Ready(len(self._pinned), stats.resident_bytes, dict(stats.domains), seconds)
+        return self._ready
+
+    def _fill(self, plan: WindowPlan) -> None:
+        self.plan = plan
+        self.stats.reason = f"window {self.window / 2**20:.1f} MiB: {plan.reason}"
         specs = {t.name: t for t in self.tensors}
-        plan = self.plan = plan_window(self.tensors, self.window, self.device.cores)
-        self.stats.reason = f"window {self.window >> 20} MiB: {plan.reason}"
         for key in plan.pinned:
             name, index = key
-            nbytes = pages(specs[name].blob_bytes(index))
-            slot = self.device.make_slot(nbytes, self._placement.get(key, 0))
-            self._slots.append(slot)
-            self._count(nbytes, self._placement.get(key, 0))
-            read = self.source.read_into(name, index, slot.memory)
-            self._pinned[key] = self.device.fill(specs[name].slices[index], slot, read)
+            slot = self._make_slot(pages(specs[name].blob_bytes(index)), self._placement.get(key, 0))
+            self._pinned[key], nbytes = load_slice(self.source, self.device, specs[name], index, slot)
             self.stats.loads += 1
-            self.stats.moved_bytes += read
+            self.stats.moved_bytes += nbytes
         if plan.streamed:
-            slots = []
-            for _ in range(plan.slots):
-                slots.append(self.device.make_slot(plan.slot_bytes, 0))
-                self._count(plan.slot_bytes, 0)
+            domain = self.slot_domain
+            slots = [self._make_slot(plan.slot_bytes, domain) for _ in range(plan.slots)]
             self._loader = Loader(
                 self.source,
                 self.device,
@@ -81,29 +95,37 @@ class Window:
                 threads=self._prefetch,
             )
 
+    def _make_slot(self, nbytes: int, domain: int) -> Slot:
+        slot = self.device.make_slot(nbytes, domain)
+        self._slots.append((slot, nbytes, domain))
+        self.stats.resident(nbytes, domain)
+        return slot
+
     def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
         self.reside()
         batch: Batch = ([], [])
         taken: list[Key] = []
-        for i, t in enumerate(tensors):
-            for index in range(len(t.slices)):
-                key = (t.name, index)
-                handle = self._pinned.get(key)
-                if handle is None:
-                    # one slice a core at a time; what is not ready is waited for with nothing in hand
-                    full = len(taken) >= self.device.cores
-                    if batch[1] and (full or not self._ready(key)):
-                        yield from self._hand_out(batch, taken)
-                        batch, taken = ([], []), []
-                    assert self._loader is not None
-                    handle = self._loader.take(key)
-                    taken.append(key)
-                batch[0].append(i)
-                batch[1].append(handle)
-        yield from self._hand_out(batch, taken)
-
-    def _ready(self, key: Key) -> bool:
-        return self._loader is not None and self._loader.ready(key)
+        try:
+            for i, t in enumerate(tensors):
+                for index in range(len(t.slices)):
+                    key = (t.name, index)
+                    handle = self._pinned.get(key)
+                    if handle is None:
+                        loader = self._loader
+                        assert loader is not None
+                        # one slice a core at a time; what is not ready is waited for with nothing in hand
+                        if batch[1] and (len(taken) >= self.device.cores or not loader.ready(key)):
+                            yield from self._hand_out(batch, taken)
+                            batch = ([], [])
+                        handle = loader.take(key)
+                        taken.append(key)
+                    else:
+                        self.stats.hits += 1
+                    batch[0].append(i)
+                    batch[1].append(handle)
+            yield from self._hand_out(batch, taken)
+        finally:
+            self._give(taken)
 
     def _hand_out(self, batch: Batch, taken: list[Key]) -> Iterator[Batch]:
         """One batch to the op, which computes until it asks for the next one."""
@@ -112,8 +134,12 @@ class Window:
             yield batch
         finally:
             self._clock.change(computing=-1)
-            for key in taken:
-                assert self._loader is not None
+            self._give(taken)
+
+    def _give(self, taken: list[Key]) -> None:
+        while taken:
+            key = taken.pop()
+            if self._loader is not None:
                 self._loader.give(key)
 
     @contextmanager
@@ -154,23 +180,21 @@ class Window:
             SliceSpec(tensor.name, s.codec, s.K, s.Kp, s.ks, column, column + GATHER, s.group), memory
         )
         self._pieces[key] = made, memory
+        self.stats.scratch_bytes = max(self.stats.scratch_bytes, sum(m.nbytes for _, m in self._pieces.values()))
         if len(self._pieces) > GATHERED:
             self._pieces.popitem(last=False)
         return made, memory
 
-    def _count(self, nbytes: int, domain: int) -> None:
-        self.stats.resident(nbytes)
-        self.stats.domains[domain] = self.stats.domains.get(domain, 0) + nbytes
-
     def close(self) -> None:
-        """Stops the loaders and gives everything back."""
+        """Stops the loaders and gives everything back; used again, it starts anew."""
         if self._loader is not None:
-            for slot in self._loader.close():
-                self.device.free_slot(slot)
+            self._loader.close()
             self._loader = None
         self._pinned.clear()
-        for slot in self._slots:
+        while self._slots:
+            slot, nbytes, domain = self._slots.pop()
             self.device.free_slot(slot)
-        self._slots.clear()
+            self.stats.resident(-nbytes, domain)
         self._pieces.clear()
         self.plan = None
+        self._ready = None
