@@ -1,4 +1,4 @@
-"""Captured programs of the output stage beyond plain additions: fused operands, a softmax, an int8 SiLU, channel vectors.
+"""Captured programs of the output stage beyond plain sums: operands, softmax, SiLU, channel vectors.
 
 The registers are theirs, verbatim; only address registers are ours (the softmax keeps even those). Tables, and the two
 programs that the softmax capture lacks, are made here. Skipped without the files.

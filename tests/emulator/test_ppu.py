@@ -1,4 +1,4 @@
-"""Pooling against numpy: maximum, average, minimum, strides, padding, several surfaces; the vendor's one-pixel program."""
+"""Pooling against numpy: maximum, average, minimum, strides, padding, surfaces; the vendor's one-pixel program."""
 
 from __future__ import annotations
 

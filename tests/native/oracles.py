@@ -33,7 +33,7 @@ class Weight:
             blob[:] = made
             self.blobs.append(blob)
             spec = SliceSpec("w", self.codec, self.K, Kp, layout.ks, n0, n1)
-            self.slices.append(CpuDevice.place(None, spec, blob))  # type: ignore[arg-type]
+            self.slices.append(CpuDevice.host_slice(spec, blob))
 
     def times(self, x: F32, rows: native.QuantisedRows | None = None, bias: F32 | None = None) -> F32:
         """x @ W through `native.linear`."""

@@ -71,6 +71,9 @@ class CpuDevice:
         self.threads = count
         self.isa = native.isa()
 
+    def copies(self, spec: SliceSpec) -> bool:
+        return False
+
     def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> native.Slice:
         """A handle on the blob where it lies; the caller keeps the memory alive."""
         return self.host_slice(spec, blob)
@@ -78,13 +81,17 @@ class CpuDevice:
     def make_slot(self, nbytes: int, domain: int = 0) -> CpuSlot:
         return CpuSlot(nbytes)
 
+    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
+        return [CpuSlot(nbytes) for nbytes in sizes]
+
     def free_slot(self, slot: Slot) -> None:
         """The memory goes with its last view."""
 
     def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> native.Slice:
         return self.host_slice(spec, slot.memory)
 
-    def host_slice(self, spec: SliceSpec, blob: npt.NDArray[np.uint8]) -> native.Slice:
+    @staticmethod
+    def host_slice(spec: SliceSpec, blob: npt.NDArray[np.uint8]) -> native.Slice:
         if spec.codec not in CODEC_IDS:
             raise UsageError(f"{spec.tensor}: the CPU device has no codec {spec.codec!r}")
         n = tiles.pad_n(spec.n1 - spec.n0)
