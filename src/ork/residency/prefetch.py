@@ -247,24 +247,3 @@ class Loader:
             result = self._transfer(*job)
             with self._changed:
                 self._finish(*job, result)
-
-
-def load_slice(source: SliceSource, device: Device, tensor: TensorSpec, index: int, slot: Slot) -> tuple[Handle, int]:
-    """Reads a slice into a slot: its handle and bytes. Raises the source's and the device's errors, one clear line."""
-    try:
-        nbytes = source.read_into(tensor.name, index, slot.memory)
-        return device.fill(tensor.slices[index], slot, nbytes), nbytes
-    except OrkError as error:
-        release_frames(error)
-        raise
-    except (OSError, MemoryError) as error:
-        text = f"slice {index} of {tensor.name} could not be loaded: {error.__class__.__name__}: {error}"
-        release_frames(error)
-        raise StorageError(text) from None
-
-
-def release_frames(error: BaseException | None) -> None:
-    """Lets go of what the frames of an error hold: a slot cannot be freed while an array of its memory is alive."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
