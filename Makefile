@@ -44,6 +44,7 @@ bench: env
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/driver.py
 	$(BIN)/python bench/emulator.py
+	$(BIN)/python bench/emu_exec.py
 	$(BIN)/python bench/peers.py --setup
 	$(BIN)/python bench/peers.py
 	$(BIN)/python bench/llamacpp_logits.py

@@ -30,7 +30,7 @@ GOAL_RATIO, GOAL_CALL_S = 3.0, 100e-6
 def build(folder: Path) -> Path:
     client = folder / "client"
     sources = sorted(map(str, CLIENTS.glob("*.c")))
-    subprocess.run(["cc", "-O2", "-o", str(client), *sources, "-lpthread"], check=True)
+    subprocess.run(["cc", "-O2", "-o", str(client), *sources, "-lpthread", "-lm"], check=True)
     return client
 
 

@@ -2,6 +2,7 @@
 #include "tests.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,15 +15,19 @@ void maybe_break(struct registers *r) {
     if (broken_at) set(r, broken_at, broken_value);
 }
 
-static void run(int npu, struct registers *programs, int count, uint32_t enable, int core, int domain) {
+static void run_with(int flags, int npu, struct registers *programs, int count, uint32_t enable, int core, int domain) {
     for (int i = 0; i < count; i++) maybe_break(&programs[i]);
     struct chain chain = chain_make(npu, programs, count, enable, domain);
-    int error = chain_submit(npu, &chain, BLOCK, core, domain, 6000);
+    int error = chain_submit(npu, &chain, flags, core, domain, 6000);
     if (error) {
         errno = error;
         fail("SUBMIT");
     }
     chain_free(npu, &chain);
+}
+
+static void run(int npu, struct registers *programs, int count, uint32_t enable, int core, int domain) {
+    run_with(BLOCK, npu, programs, count, enable, core, domain);
 }
 
 int value(int i, int j, int low, int high) {
@@ -148,5 +153,95 @@ int test_conv(void) {
                     return 1;
             }
     close(npu);
+    return 0;
+}
+
+/* --- the DPU and the PPU alone, on fp16 cubes of 8 channels --- */
+
+static float single(uint16_t h) {
+    int e = h >> 10 & 31, m = h & 0x3ff;
+    float v = e ? ldexpf(1 + m / 1024.f, e - 15) : ldexpf(m / 1024.f, -14);
+    return h & 0x8000 ? -v : v;
+}
+
+static size_t cube_at(int pixel, int channel, int pixels) { return ((size_t)(channel / 8) * pixels + pixel) * 8 + channel % 8; }
+
+static struct buffer cube_make(int npu, int pixels, int channels, int seed, int divisor) {
+    struct buffer made = buffer_make(npu, (size_t)pixels * channels * 2, CACHED, 0);
+    for (int p = 0; seed && p < pixels; p++)
+        for (int c = 0; c < channels; c++) {
+            uint16_t h = half(value(p + seed, c, -512, 511));
+            ((uint16_t *)made.data)[cube_at(p, c, pixels)] = h & 0x7fff ? h - (divisor << 10) : h;  /* / 2^divisor */
+        }
+    buffer_sync(npu, &made, TO_DEVICE);
+    return made;
+}
+
+static double cube_value(int p, int c, int seed, int divisor) { return ldexp(value(p + seed, c, -512, 511), -divisor); }
+
+int test_add(void) {
+    enum { M = 20, N = 48 };
+    int npu = npu_open(node);
+    struct buffer a = cube_make(npu, M, N, 1, 0), b = cube_make(npu, M, N, 100, 0), c = cube_make(npu, M, N, 0, 0);
+    struct registers r = addition(M, N, &b);
+    set(&r, 0x5018, (uint32_t)a.address);
+    set(&r, 0x4020, (uint32_t)c.address);
+    run(npu, &r, 1, 0x18, 0, 0);
+    buffer_sync(npu, &c, FROM_DEVICE);
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++)
+            if (differs("addition", m, n, single(((uint16_t *)c.data)[cube_at(m, n, M)]),
+                        cube_value(m, n, 1, 0) + cube_value(m, n, 100, 0)))
+                return 1;
+    return 0;
+}
+
+int test_pool(void) {
+    enum { C = 16, H = 6, W = 10, k = 2 };
+    int npu = npu_open(node);
+    struct buffer a = cube_make(npu, H * W, C, 1, 0), c = cube_make(npu, H / k * (W / k), C, 0, 0);
+    struct registers r = max_pool(C, H, W, k);
+    set(&r, 0x701c, (uint32_t)a.address);
+    set(&r, 0x6070, (uint32_t)c.address);
+    run(npu, &r, 1, 0x60, 0, 0);
+    buffer_sync(npu, &c, FROM_DEVICE);
+    for (int ch = 0; ch < C; ch++)
+        for (int y = 0; y < H / k; y++)
+            for (int x = 0; x < W / k; x++) {
+                double most = -1e9;
+                for (int t = 0; t < k * k; t++) {
+                    double v = cube_value((y * k + t / k) * W + x * k + t % k, ch, 1, 0);
+                    if (v > most) most = v;
+                }
+                size_t at = cube_at(y * (W / k) + x, ch, H / k * (W / k));
+                if (differs("maximum", ch, y * (W / k) + x, single(((uint16_t *)c.data)[at]), most)) return 1;
+            }
+    return 0;
+}
+
+/* Tables over [-8, 8): the index is 2048 x, values are in units of 2^-12. */
+int test_silu(void) {
+    enum { M = 12, N = 16 };
+    int16_t low[513], high[513];
+    int npu = npu_open(node);
+    struct buffer a = cube_make(npu, M, N, 1, 6), c = cube_make(npu, M, N, 0, 0), scratch = cube_make(npu, 1, 8, 0, 0);
+    for (int i = 0; i <= 512; i++) {
+        double x = i / 64.0 - 8, v = (x + 8) / (1 + exp(-(x + 8))) * 4096;
+        low[i] = (int16_t)lrint(x / (1 + exp(-x)) * 4096);
+        high[i] = (int16_t)(v > 32767 ? 32767 : lrint(v));
+    }
+    struct registers load = table_load(low, high), look = table_lookup(M, N, 0x6800, 12);
+    set(&load, 0x5018, (uint32_t)scratch.address);
+    set(&load, 0x4020, (uint32_t)scratch.address);
+    set(&look, 0x5018, (uint32_t)a.address);
+    set(&look, 0x4020, (uint32_t)c.address);
+    run_with(1, npu, &load, 1, 0x18, 0, 0);  /* without ping-pong, or the table is read half written */
+    run_with(1, npu, &look, 1, 0x18, 0, 0);
+    buffer_sync(npu, &c, FROM_DEVICE);
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) {
+            double x = cube_value(m, n, 1, 6), want = x / (1 + exp(-x)), got = single(((uint16_t *)c.data)[cube_at(m, n, M)]);
+            if (fabs(got - want) > 2e-3 + fabs(want) * 1e-3) return differs("silu", m, n, got, want);
+        }
     return 0;
 }

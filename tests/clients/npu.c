@@ -51,6 +51,10 @@ void set(struct registers *registers, uint32_t offset, uint32_t value) {
             registers->list[i].value = value;
             return;
         }
+    append(registers, offset, value);
+}
+
+void append(struct registers *registers, uint32_t offset, uint32_t value) {
     registers->list[registers->count].offset = offset;
     registers->list[registers->count++].value = value;
 }
@@ -61,22 +65,24 @@ static uint64_t word(uint32_t offset, uint32_t value) {
 }
 
 struct chain chain_make(int npu, const struct registers *programs, int count, uint32_t enable, int domain) {
-    enum { PITCH = 2048 };
+    int longest = 0;
+    for (int p = 0; p < count; p++) longest = programs[p].count > longest ? programs[p].count : longest;
+    size_t pitch = ((longest + 4) * 8 + 63) / 64 * 64;
     struct chain chain = {.count = count, .enable = enable, .amount = programs[0].count};
-    chain.commands = buffer_make(npu, (size_t)count * PITCH, CACHED, domain);
+    chain.commands = buffer_make(npu, count * pitch, CACHED, domain);
     chain.tasks = buffer_make(npu, count * sizeof(struct rknpu_task), TASKS, domain);
     struct rknpu_task *task = chain.tasks.data;
     for (int p = 0; p < count; p++) {
-        uint64_t *at = (uint64_t *)((char *)chain.commands.data + p * PITCH);
+        uint64_t *at = (uint64_t *)((char *)chain.commands.data + p * pitch);
         for (int i = 0; i < programs[p].count; i++) *at++ = word(programs[p].list[i].offset, programs[p].list[i].value);
         int last = p + 1 == count;
-        *at++ = last ? 0 : word(0x10, (uint32_t)chain.commands.address + (p + 1) * PITCH);
+        *at++ = last ? 0 : word(0x10, (uint32_t)chain.commands.address + (uint32_t)((p + 1) * pitch));
         *at++ = word(0x14, last ? 0 : (programs[p + 1].count + 3) / 2);
         *at++ = (uint64_t)0x0041 << 48;
         *at++ = (uint64_t)0x0081 << 48 | enable << 16 | 0x0008;
         task[p] = (struct rknpu_task){.enable_mask = enable, .int_mask = enable == 0x60 ? 0xc00 : 0x300,
                                       .int_clear = 0x1ffff, .regcfg_amount = programs[p].count,
-                                      .regcmd_addr = chain.commands.address + p * PITCH};
+                                      .regcmd_addr = chain.commands.address + p * pitch};
     }
     buffer_sync(npu, &chain.commands, TO_DEVICE);
     buffer_sync(npu, &chain.tasks, TO_DEVICE);

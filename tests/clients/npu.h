@@ -14,7 +14,7 @@ struct buffer {
     uint64_t size, object, address;
     void *data;
 };
-struct registers { int count; struct { uint32_t offset, value; } list[128]; };
+struct registers { int count; struct { uint32_t offset, value; } list[1200]; };
 
 int npu_open(const char *path);
 struct buffer buffer_make(int npu, size_t size, uint32_t flags, int domain);
@@ -24,6 +24,7 @@ void *map(int fd, size_t size, uint64_t offset);
 void fail(const char *what);
 
 void set(struct registers *registers, uint32_t offset, uint32_t value);
+void append(struct registers *registers, uint32_t offset, uint32_t value);
 
 /* A command buffer with `count` programs, each leading to the next, and the task array that starts it. */
 struct chain { struct buffer commands, tasks; int count; uint32_t enable, amount; };

@@ -103,3 +103,94 @@ struct registers convolution(int C, int H, int W, int N, int k) {
     set(&r, 0x40c0, 8 * 16 * H * W);
     return r;
 }
+
+struct registers through(int M, int N) {
+    static const uint32_t values[][2] = {
+        {0x4004, 0xe},  {0x5004, 0xe},   {0x400c, 0x1e5}, {0x4010, 0x48000002}, {0x4014, 0},      {0x4034, 0},
+        {0x4038, 0},    {0x4040, 0x53},  {0x4044, 0},     {0x4048, 0},          {0x404c, 0},      {0x4050, 2},
+        {0x4054, 0},    {0x4060, 0x53},  {0x4064, 0},     {0x4068, 0},          {0x406c, 0},      {0x4070, 0x383},
+        {0x4074, 0},    {0x4078, 1},     {0x407c, 0},     {0x4080, 0},          {0x4084, 0x10001}, {0x4088, 0},
+        {0x40c4, 0},    {0x5010, 0},     {0x501c, 0},     {0x5020, 0},          {0x5028, 0},      {0x502c, 0},
+        {0x5034, 1},    {0x5038, 0},     {0x5044, 0x17849}, {0x5048, 0},        {0x504c, 0},      {0x5064, 0},
+        {0x5068, 0x01010101}, {0x506c, 0},
+    };
+    struct registers r = {0};
+    for (unsigned i = 0; i < sizeof values / sizeof *values; i++) set(&r, values[i][0], values[i][1]);
+    set(&r, 0x4024, 16 * M);
+    set(&r, 0x4030, M - 1);
+    set(&r, 0x403c, (N - 1) << 16 | (N - 1));
+    set(&r, 0x4058, N - 1);
+    set(&r, 0x405c, M - 1);
+    set(&r, 0x40c0, 16 * M);
+    set(&r, 0x500c, M - 1);
+    set(&r, 0x5014, N - 1);
+    set(&r, 0x5040, 0);
+    return r;
+}
+
+struct registers addition(int M, int N, const struct buffer *b) {
+    struct registers r = through(M, N);
+    set(&r, 0x4070, 0x108202c0);
+    set(&r, 0x5034, 0x40000008);
+    set(&r, 0x5038, (uint32_t)b->address);
+    set(&r, 0x5040, 16 * M);
+    return r;
+}
+
+struct registers table_load(const int16_t low[513], const int16_t high[513]) {
+    struct registers r = through(1, 8);
+    set(&r, 0x4004, 0x30);
+    set(&r, 0x5004, 0x30);
+    for (int table = 0; table < 2; table++) {
+        append(&r, 0x4100, 0x20000 | table << 16);
+        for (int i = 0; i < 513; i++) append(&r, 0x4104, (uint32_t)(int32_t)(table ? high[i] : low[i]));
+    }
+    return r;
+}
+
+struct registers table_lookup(int M, int N, uint16_t multiplier, int minus_exponent) {
+    struct registers r = through(M, N);
+    set(&r, 0x4004, 0x30);
+    set(&r, 0x5004, 0x30);
+    set(&r, 0x4060, 0x20040);
+    set(&r, 0x4068, (uint32_t)multiplier << 16);
+    set(&r, 0x4070, 0x302);
+    set(&r, 0x4088, minus_exponent << 12);
+    set(&r, 0x4108, 0x68);
+    set(&r, 0x410c, 0x50500);
+    set(&r, 0x4110, 0xffffc000);
+    set(&r, 0x4114, 0);
+    set(&r, 0x4118, 0);
+    set(&r, 0x411c, 0x4000);
+    for (uint32_t offset = 0x4120; offset <= 0x412c; offset += 4) set(&r, offset, 0);
+    return r;
+}
+
+struct registers max_pool(int C, int H, int W, int k) {
+    struct registers r = {0};
+    set(&r, 0x6004, 0xe);
+    set(&r, 0x7004, 0xe);
+    set(&r, 0x600c, W - 1);
+    set(&r, 0x6010, H - 1);
+    set(&r, 0x6014, C - 1);
+    set(&r, 0x6018, W / k - 1);
+    set(&r, 0x601c, H / k - 1);
+    set(&r, 0x6020, C - 1);
+    set(&r, 0x6024, 0x11);
+    set(&r, 0x6034, (k - 1) * 0x110101);
+    set(&r, 0x6038, 0);
+    set(&r, 0x603c, 0);
+    set(&r, 0x6040, 0);
+    set(&r, 0x6044, 0);
+    set(&r, 0x6048, 0);
+    set(&r, 0x607c, 16 * (W / k) * (H / k));
+    set(&r, 0x6084, 2);
+    set(&r, 0x60dc, 3);
+    set(&r, 0x700c, W - 1);
+    set(&r, 0x7010, H - 1);
+    set(&r, 0x7014, C - 1);
+    set(&r, 0x7024, 16 * W);
+    set(&r, 0x7028, 16 * W * H);
+    set(&r, 0x7030, 2);
+    return r;
+}

@@ -12,5 +12,14 @@ void operands(struct registers *registers, const struct buffer *a, size_t a_at, 
               const struct buffer *c, size_t c_at);
 /* int8 -> int32 convolution, kernel k x k, stride 1, padded to the input's size, of cubes. */
 struct registers convolution(int C, int H, int W, int N, int k);
+/* Of the DPU alone (op-enable 0x18), on fp16 cubes of M rows and N channels: data goes through unchanged, ... */
+struct registers through(int M, int N);
+/* ... b is added, ... */
+struct registers addition(int M, int N, const struct buffer *b);
+/* ... 513 + 513 values are loaded for inputs from -16384 to 16384, in steps of 32, or looked up. */
+struct registers table_load(const int16_t low[513], const int16_t high[513]);
+struct registers table_lookup(int M, int N, uint16_t multiplier, int minus_exponent);
+/* Of the PPU (0x60): maximum over k x k, stride k, of an fp16 cube. */
+struct registers max_pool(int C, int H, int W, int k);
 
 #endif

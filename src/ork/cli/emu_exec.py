@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -168,28 +169,50 @@ def environment(server: str, folder: str) -> dict[str, str]:
 
 def child(path: str, argv: list[str], env: dict[str, str], listen: Callable[[], None]) -> int:
     """Run the program to its end; its exit status, or 128 + the signal that ended it. `listen` is called meanwhile."""
-    try:
-        process = subprocess.Popen(argv, executable=path, env=env)
-    except OSError as error:
-        raise UsageError(f"{argv[0]}: cannot be run: {error.strerror}: is it made for this machine?") from None
-    # The terminal's signals reach the program too, and it decides; those sent to us alone are passed on.
-    before: dict[int, object] = {}
-    if threading.current_thread() is threading.main_thread():
-        for ignored in (signal.SIGINT, signal.SIGQUIT):
-            before[ignored] = signal.signal(ignored, signal.SIG_IGN)
-        for passed in (signal.SIGTERM, signal.SIGHUP):
-            before[passed] = signal.signal(passed, lambda got, _: process.send_signal(got))
-    try:
+    with signals_passed() as to:
+        try:
+            process = subprocess.Popen(argv, executable=path, env=env)
+        except OSError as error:
+            raise UsageError(f"{argv[0]}: cannot be run: {error.strerror}: is it made for this machine?") from None
+        to(process)
         while True:
             try:
                 code = process.wait(_LISTEN_S)
-                break
+                return code if code >= 0 else 128 - code
             except subprocess.TimeoutExpired:
                 listen()  # what NONBLOCK jobs ran into while the program polls its memory
+
+
+@contextmanager
+def signals_passed() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """The program decides about signals: those of the terminal reach it too, those sent to us alone are passed on.
+
+    Gives what takes the process once it runs.
+    """
+    early: list[int] = []
+    running: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if running:
+            running[0].send_signal(number)
+        else:
+            early.append(number)
+
+    def started(process: subprocess.Popen[bytes]) -> None:
+        running.append(process)
+        for number in early:
+            process.send_signal(number)
+
+    ours = {signal.SIGINT: lambda *_: None, signal.SIGQUIT: lambda *_: None}
+    ours |= {signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
+    if threading.current_thread() is not threading.main_thread():
+        ours = {}
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}
+    try:
+        yield started
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-    return code if code >= 0 else 128 - code
+            signal.signal(number, handler)
 
 
 # --- what is told ---
