@@ -33,7 +33,7 @@ class ScriptedCore:
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)  # domain, address, amount, tasks
     resets: int = 0
 
-    def run(self, domain, address, amount, task_number, task_base=0, limit_ns=None):  # type: ignore[no-untyped-def]
+    def run(self, domain, address, amount, task_number, task_base=0, limit_ns=None, *, ping_pong=False):  # type: ignore[no-untyped-def]
         self.runs.append((domain.number, address, amount, task_number))
         outcome = self.act(domain, address, task_number) if self.act else None
         return outcome or Ended(tasks=task_number)

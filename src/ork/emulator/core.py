@@ -22,7 +22,7 @@ from ork.emulator.convolve import Places
 from ork.emulator.fast import Plan
 from ork.emulator.groups import Groups, Registers
 from ork.emulator.images import Images
-from ork.emulator.lut import ACCESS_CFG, TABLE_ACCESS, Tables
+from ork.emulator.lut import ACCESS_CFG, ACCESS_DATA, TABLE_ACCESS, Tables
 from ork.emulator.memory import Domain, IommuFault
 from ork.emulator.pipeline import NOTHING
 from ork.emulator.rdma import OperandFault
@@ -101,7 +101,9 @@ class Core:
         self.groups = Groups()
         self.tables = Tables()
         self._parsed = 0
-        self._chained = False  # the submit has several programs
+        self._chained = self._ping_pong = False  # the submit has several programs, and the flag
+        self._loads = False  # this program writes points of the tables
+        self._half_written = False  # tables were loaded under ping-pong, and nothing has used them yet
         self._features: _Loaded | None = None
         self._weights: _Loaded | None = None
 
@@ -113,18 +115,20 @@ class Core:
         task_number: int,
         task_base: int = 0,
         limit_ns: int | None = None,
+        *,
+        ping_pong: bool = False,
     ) -> Outcome:
         """Run a chain of `task_number` programs, the first at `address` with a body of `amount` words.
 
         `task_base` is added to every operand's address. Never raises: a bad program ends in `hang` and in the report.
-        A chain that takes more than `limit_ns` of simulated time is stopped.
+        A chain that takes more than `limit_ns` of simulated time is stopped. `ping_pong`: the flag of the submit.
         """
         outcome = Outcome()
         self.groups.commit(self.index)
         # Whether the buffer's contents outlive a submit is unproven: here they don't.
         self._features = self._weights = None
         self._parsed = 0
-        self._chained = task_number > 1
+        self._chained, self._ping_pong = task_number > 1, ping_pong
         at, fetched = address & fetch.WINDOW & ~15, fetch_amount(amount) & 0xFFFF
         if at != address:
             self._add(Finding("address-alignment", _BASE_ADDRESS, {"address": address}))
@@ -194,11 +198,13 @@ class Core:
 
     def _write(self, stream: Stream) -> None:
         """A program's writes, into the groups and into the tables."""
-        lost = 0
+        lost, loads = 0, False
         for write in stream.writes:
             self.groups.blocks[write.block].write(write.offset, write.value)
             if write.offset in TABLE_ACCESS:
                 lost += not self.tables.write(write.offset, write.value)
+                loads |= write.offset == ACCESS_DATA and self.tables.writing
+        self._loads = loads
         if lost:
             self._add(Finding("lut-address", ACCESS_CFG, {"words": lost}))
 
@@ -241,6 +247,8 @@ class Core:
     ) -> None:
         """Report what was found, then run the task as far as it runs."""
         self._obey(verdict, task.not_modelled)
+        if task.stages.lookup is not None and self._tables_spoiled():
+            verdict = replace(verdict, poison=True)
         rule: str | None = None
         if plan is not None and not (task.weight_reuse and not self._in_memory(task, places)):
             rule = plan.run(domain, places)
@@ -266,10 +274,22 @@ class Core:
             text = f"{RULES[stopper].text}: {not_modelled}" if stopper == "not-modelled" else None
             raise _Stop(finding, refused=not verdict.hang, text=text)
 
+    def _tables_spoiled(self) -> bool:
+        """Whether a program that looks values up may see tables that another one was still writing: loaded in a
+        submit with the ping-pong flag, used next by a program whose groups take turns (measured)."""
+        block = self.groups.blocks["DPU"]
+        spoiled = self._half_written and not self._loads and (block.pointer_pp or block.executer_pp)
+        self._half_written = False
+        if spoiled:
+            self._add(Finding("lut-ping-pong", ACCESS_CFG))
+        return spoiled and self.report.strict
+
     def _ran(self, enable: int, last: str, outcome: Outcome) -> None:
         """The blocks of that mask have run; `last` raises the interrupt."""
         outcome.int_status = _DONE[last][self.groups.blocks[last].executer]
         self.groups.ran(enable)
+        if self._loads:
+            self._half_written, self._loads = self._ping_pong, False
 
     def _aligned(self, registers: Registers, *offsets: int) -> None:
         for offset in offsets:
@@ -282,10 +302,11 @@ class Core:
         op = elementwise.read(dpu, rdma)
         verdict = elementwise.judge(op, self.soc, self.report.strict, chained=self._chained)
         self._obey(verdict, op.not_modelled)
+        poison = verdict.poison or (op.stages.lookup is not None and self._tables_spoiled())
         self._aligned(dpu, OUTPUT)
         self._aligned(rdma, *reader.ADDRESSES)
         sources, output = Sources.at(rdma, base), base + dpu.get(OUTPUT, 0) & fetch.WINDOW & ~15
-        run = partial(elementwise.run, domain, op, sources, output, self.tables, poison=verdict.poison)
+        run = partial(elementwise.run, domain, op, sources, output, self.tables, poison=poison)
         for rule in _mapped(OUTPUT, run):
             self._add(Finding(rule, 0x4010))
         outcome.hw_ns += _TASK_NS + int(op.pixels * op.channels / _SDP_PER_NS)

@@ -204,12 +204,14 @@ def run(domain: Domain, op: Elementwise, sources: Sources, output: int, tables: 
     """Compute and write; the rules that values broke. Raises IommuFault before anything is written."""
     if op.minmax:
         at = output + np.arange(op.surf_len, dtype=np.int64) * ATOM & WINDOW
-        fetch.mapped(domain, at)
+        if op.surf_len:
+            fetch.mapped(domain, at)
         data = _data(domain, op, sources)
         atoms, broken = _extremes(op, data, tables)
         if poison:
             atoms[:] = dpu.POISON
-        fetch.scatter(domain, at, atoms)
+        if op.surf_len:
+            fetch.scatter(domain, at, atoms)
         return broken
     for first, last in _chunks(op):
         fetch.mapped(domain, dpu.output_addresses(op, output, first, last))

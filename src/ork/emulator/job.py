@@ -42,6 +42,8 @@ class RunsTasks(Protocol):
         task_number: int,
         task_base: int = 0,
         limit_ns: int | None = None,
+        *,
+        ping_pong: bool = False,
     ) -> Outcome: ...
     def reset(self) -> None: ...
 
@@ -65,6 +67,7 @@ class Job:
     timeout_ms: int
     tasks_in: Buffer | None = None  # the task array, where int_status is written
     task_base: int = 0
+    ping_pong: bool = False  # the submit's flag
     wedge: int = 0  # errno of a job that the chip accepts and never completes
     irq_lost: bool = False  # it does its work, and nobody is told
     number: int = 0  # of the submit

@@ -173,7 +173,7 @@ class Jobs:
             core = self.slots[part.core].core
             status = 0
             for address, amount, count in part.pieces:
-                outcome = core.run(domain, address, amount, count, job.task_base, limit)
+                outcome = core.run(domain, address, amount, count, job.task_base, limit, ping_pong=job.ping_pong)
                 job.tasks += outcome.tasks
                 job.hw_ns += outcome.hw_ns or outcome.tasks * TASK_NS
                 if outcome.hang is not None:

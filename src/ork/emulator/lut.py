@@ -35,14 +35,14 @@ class Tables:
     def __init__(self) -> None:
         self.points = np.zeros((2, POINTS), np.int16)  # LE, LO
         self.known = np.zeros((2, POINTS), bool)
-        self._writing, self._table, self._place = False, 0, 0
+        self.writing, self._table, self._place = False, 0, 0
 
     def write(self, offset: int, value: int) -> bool:
         """A write of LUT_ACCESS_CFG or LUT_ACCESS_DATA; False if it points beyond the table and is lost."""
         if offset == ACCESS_CFG:
-            self._writing, self._table, self._place = bool(value & WRITE), int(bool(value & _TABLE)), value & _PLACE
+            self.writing, self._table, self._place = bool(value & WRITE), int(bool(value & _TABLE)), value & _PLACE
             return True
-        if not self._writing:
+        if not self.writing:
             return True
         if self._place >= POINTS:
             return False

@@ -146,7 +146,7 @@ def _findings(pool: Pool) -> Iterator[Finding]:
         yield Finding("rdma-unconfigured", 0x6024, {"flying_mode": pool.flying})
         return
     if pool.size != pool.rdma_size or len(set(pool.channels)) > 1:
-        values = {"ppu": pool.size, "rdma": pool.rdma_size, "channels": pool.channels}
+        values: dict[str, object] = {"ppu": pool.size, "rdma": pool.rdma_size, "channels": pool.channels}
         yield Finding("pool-size", 0x700C, values)
         return
     padding = ((pool.pad_left, pool.pad_right), (pool.pad_top, pool.pad_bottom))
@@ -188,7 +188,8 @@ def run(domain: Domain, pool: Pool, source: int, output: int, *, poison: bool) -
         fetch.mapped(domain, to)
         with at_register(SOURCE):
             atoms = fetch.gather(domain, source + surface * pool.surf_stride + inside & WINDOW)
-        raw = pooled(atoms.view(pool.dtype), pool).view(np.uint8).reshape(-1, ATOM)
+        with np.errstate(over="ignore", invalid="ignore"):
+            raw = pooled(atoms.view(pool.dtype), pool).view(np.uint8).reshape(-1, ATOM)
         fetch.scatter(domain, to, np.full_like(raw, POISON) if poison else raw)
 
 
@@ -224,8 +225,8 @@ def average(sums: Array, pool: Pool) -> Array:
     """Sums times both reciprocals. How integers round is unproven: the product once, half to even."""
     if sums.dtype.kind == "f":
         halves = np.array(pool.reciprocals, np.uint32).astype("<u2").view("<f2").astype(np.float32) / np.float32(_UNIT)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return (sums * halves[0] * halves[1]).astype(pool.dtype)
+        mean: Array = (sums * halves[0] * halves[1]).astype(pool.dtype)
+        return mean
     limits = np.iinfo(pool.dtype)
     product = sums * pool.reciprocals[0] * pool.reciprocals[1]
     return shift_round(product, 32, half_up=False).clip(limits.min, limits.max).astype(pool.dtype)

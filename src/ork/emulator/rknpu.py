@@ -319,7 +319,7 @@ class Rknpu:
             blocking = not flags & uabi.JOB_NONBLOCK
             job = self._job(array, fields[13:], mask, blocking)
             job.domain, job.timeout_ms, job.task_base = domain, timeout, base & 0xFFFF_FFF0
-            job.number = self.counts.submits
+            job.number, job.ping_pong = self.counts.submits, bool(flags & uabi.JOB_PINGPONG)
             if self._struck("timeout", job.number):
                 job.wedge = errno.ETIMEDOUT
             job.irq_lost = self._struck("irq-lost", job.number)

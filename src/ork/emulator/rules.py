@@ -126,6 +126,7 @@ _TABLE: Final[tuple[tuple[str, Severity, Effect, str, str], ...]] = (
     ("surface-length", _U, _NONE, "derived", "FEATURE_MODE_CFG.surf_len is not the atoms that the results take"),
     ("lut-unloaded", _E, _POISON, "derived", "a table is used whose points were never written since reset"),
     ("lut-address", _U, _NONE, "unproven", "more than 513 points for a table: those beyond are dropped"),
+    ("lut-ping-pong", _E, _DOUBT, "measured", "tables loaded and used with ping-pong on: they may be half written"),
     ("lut-fp16-output", _E, _HANG, "measured", "fp16 results out of a matmul through the tables; fp32 works"),
     ("pool-size", _E, _HANG, "derived", "PPU and PPU_RDMA count different cubes, or windows that do not fit"),
     ("pool-unproven", _U, _NONE, "unproven", "no known program pools like this"),
