@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import resource
 import zlib
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from ork.emulator import orktrace
+from ork.emulator.capture import CapturingKernel
 from ork.emulator.faults import Faults
 from ork.emulator.kernel import EmulatedKernel
 from ork.emulator.orktrace import Head, Recording, Reset, Writer
@@ -166,6 +168,77 @@ def test_what_comes_out_otherwise_is_named(tmp_path: Path) -> None:
     )
 
 
+# --- any kernel ---
+
+
+@pytest.mark.parametrize("views", ["full", "sampled"])
+def test_what_any_kernel_did_is_replayed_by_the_emulator(tmp_path: Path, views: str) -> None:
+    """A kernel of which only the calls are seen, as a board's: two domains, an import, a time-out, a queue."""
+    path = tmp_path / "a.orktrace"
+    inner = EmulatedKernel(views=views, faults=Faults("timeout@2"))
+    kernel = CapturingKernel(inner, path)
+    rng = np.random.default_rng(3)
+    with Npu.open(kernel) as npu:
+        for domain in (0, 1):
+            imported = npu.import_buffer(4096, domain=domain)
+            c = npu.buffer(4096, domain=domain)
+            w = npu.buffer(4096, domain=domain)
+            for buffer in (imported, w):
+                with buffer.fill(0, 2048) as part:
+                    part[:] = rng.bytes(2048)
+            prepared = npu.prepare([Int8Job(imported, w, c, M=5, K=64, N=32)])
+            npu.submit(prepared.chain)
+            c.sync_from_device()
+            a = np.frombuffer(imported.view, np.int8)[:320].reshape(5, 64).astype(int)
+            b = w.array.view(np.int8)[:2048].reshape(2, 32, 32).transpose(1, 0, 2).reshape(32, 64)
+            assert (c.array.view(np.int32)[:160].reshape(5, 32) == a @ b.T).all()
+            del a, b
+        npu.run([prepared.chain], blocking=False)
+    kernel.close_recording()
+    assert kernel.skipped == 1
+    with Recording(path) as recording:
+        found = {event.number: event for event in recording.submits}
+        assert {event.domain for event in found.values()} == {0, 1}
+        assert [event.error for event in found.values()].count(errno.ETIMEDOUT) == 1
+    # the emulator that replays knows of no faults: it completes what was made to hang, and only that
+    (number,) = differing(path)
+    assert found[number].error == errno.ETIMEDOUT
+    assert differing(path)[number][0] == "completes, and ended in errno 110 when recorded"
+    assert leaks(inner) == {"bytes of address space": inner.stats.leaked_bytes}  # an import of domain 1, stock driver
+
+
+def test_a_board_that_computes_otherwise_is_found(tmp_path: Path) -> None:
+    class Wrong(CapturingKernel):
+        """Its chip flips one bit of one result."""
+
+        out, flip = 0, 0
+
+        def _pages(self, fd: int, domain: int) -> dict[int, bytes]:
+            pages = super()._pages(fd, domain)
+            at = self.out // 4096
+            if at in pages:
+                pages[at] = bytes([pages[at][0] ^ self.flip]) + pages[at][1:]
+            return pages
+
+    path = tmp_path / "a.orktrace"
+    kernel = Wrong(EmulatedKernel(), path)
+    with Npu.open(kernel) as npu:
+        a, w, c = npu.buffer(4096), npu.buffer(4096), npu.buffer(4096)
+        prepared = npu.prepare([Int8Job(a, w, c, M=5, K=64, N=32)])
+        npu.submit(prepared.chain)
+        kernel.out, kernel.flip = c.iova, 4
+        a.array[:2048] = w.array[:2048] = 1
+        a.sync_to_device()
+        w.sync_to_device()
+        npu.submit(prepared.chain)
+    kernel.close_recording()
+    (lines,) = differing(path).values()
+    assert lines == [
+        f"output: 1 bytes differ in page {c.iova:#010x}, the first at {c.iova:#010x} "
+        "(when recorded 44 00 00 00, now 40 00 00 00)"
+    ]
+
+
 # --- comparing ---
 
 
@@ -232,6 +305,19 @@ def test_a_full_disk_ends_in_one_error() -> None:
         EmulatedKernel(recorder=Recorder(Path("/dev/full")))
     with pytest.raises(StorageError, match="No such file or directory"):
         EmulatedKernel(recorder=Recorder(Path("/nowhere/a.orktrace")))
+
+
+def test_a_disk_that_fills_up_fails_the_submit_and_leaks_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "a.orktrace")
+    kernel = EmulatedKernel(recorder=recorder)
+    with Npu.open(kernel) as npu:
+        products(cores=1)(npu)
+        recorder._writer._file = open("/dev/full", "wb")  # type: ignore[union-attr]  # noqa: SIM115
+        with pytest.raises(StorageError, match=r"a.orktrace: No space left on device"):
+            products(seed=1, cores=1)(npu)
+    with pytest.raises(StorageError):
+        recorder.close()
+    assert leaks(kernel) == {}
 
 
 def hostile(kind: int, data: bytes, nbytes: int | None = None, *, crc: int | None = None) -> bytes:

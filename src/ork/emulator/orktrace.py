@@ -11,6 +11,7 @@ good up to there.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import struct
 import zlib
 from collections import OrderedDict
@@ -81,10 +82,11 @@ class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tasks: U64
     hw_ns: U64
     error: Annotated[int, msgspec.Meta(ge=-4095, le=4095)]
-    rules: dict[str, U64]  # broken ones, and how often
+    rules: dict[str, U64] | None  # broken ones, and how often; None: recorded where nobody watches them
     buffers: Annotated[list[tuple[U32, U64]], msgspec.Meta(max_length=65536)]  # device address, bytes
     before: Annotated[list[Run], msgspec.Meta(max_length=_WINDOW)]
     after: Annotated[list[Run], msgspec.Meta(max_length=_WINDOW)]
+    ping_pong: bool = False  # the submit's flag
 
 
 class Reset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,7 +137,8 @@ class Writer:
         try:
             self._record(END, b"{}")
         finally:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a full disk, which was told already
+                self._file.close()
 
     def _id(self, page: bytes) -> int:
         key = xxhash.xxh3_128_intdigest(page)

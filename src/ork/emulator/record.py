@@ -82,6 +82,7 @@ class Recorder:
                 buffers=buffers,
                 before=writer.runs(watched.before),
                 after=writer.runs(watched.after()),
+                ping_pong=job.ping_pong,
             )
         )
         self.submits += 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from ork.emulator.core import Core
 from ork.emulator.iova import PAGE
+from ork.emulator.job import widened
 from ork.emulator.memory import Buffer, Domain, IommuFault, Memory
 from ork.emulator.orktrace import ZEROS, Recorded, Recording, Reset
 from ork.emulator.pages import CoherentPages
@@ -66,25 +67,45 @@ def _again(recording: Recording, event: Recorded, cores: list[Core], report: Rep
         status, hang = 0, None
         for piece in part.pieces:
             outcome = cores[part.core].run(
-                watched.as_domain(), piece.address, piece.amount, piece.tasks, event.task_base, limit
+                watched.as_domain(),
+                piece.address,
+                piece.amount,
+                piece.tasks,
+                event.task_base,
+                limit,
+                ping_pong=event.ping_pong,
             )
             tasks += outcome.tasks
             status, hang = outcome.int_status, outcome.hang
             if hang is not None:
                 break
-        if hang is None and status != part.int_status:
+        if hang is None and widened(status) != widened(part.int_status):
             yield f"core {part.core}: int_status {status:#x}, recorded {part.int_status:#x}"
         if hang is not None:
             if not event.error:
                 yield f"core {part.core}: hangs, and did not when recorded: {hang}"
             break
+    else:
+        if event.error and event.rules is None:
+            yield f"completes, and ended in errno {event.error} when recorded"
     if tasks != event.tasks:
         yield f"{tasks} programs completed, recorded {event.tasks}"
+    yield from _rules_differ(event, report)
+    before, after = dict(recording.pages(event.before)), dict(recording.pages(event.after))
+    now = watched.after()
+    # what only one of them wrote is, for the other, as it was before
+    then = {page: after.get(page, before.get(page, ZEROS)) for page in after.keys() | now.keys()}
+    now |= {page: before.get(page, ZEROS) for page in after.keys() - now.keys()}
+    yield from _pages_differ("output", then, now, ("when recorded", "now"))
+
+
+def _rules_differ(event: Recorded, report: Report) -> Iterator[str]:
+    if event.rules is None:
+        return
     broken = {rule: count for rule, count in report.counts.items() if rule not in _OF_THE_KERNEL}
     recorded = {rule: count for rule, count in event.rules.items() if rule not in _OF_THE_KERNEL}
     if broken != recorded:
         yield f"rules broken: {_counts(broken)}; recorded: {_counts(recorded)}"
-    yield from _pages_differ("output", dict(recording.pages(event.after)), watched.after(), ("when recorded", "now"))
 
 
 # Rules of the kernel driver and of its memory: a replay has neither.
