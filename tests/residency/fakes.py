@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,13 @@ class FakeDevice:
         self.made += 1
         self.live += nbytes
         self.peak = max(self.peak, self.live)
-        return CpuSlot(nbytes)
+        return CpuSlot(np.zeros(nbytes, np.uint8))
+
+    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
+        return [self.make_slot(nbytes, domain) for nbytes in sizes]
+
+    def copies(self, spec: SliceSpec) -> bool:
+        return False
 
     def free_slot(self, slot: Any) -> None:
         self.live -= slot.memory.nbytes

@@ -32,9 +32,11 @@ class SliceSpec:
 
 
 class Slot(Protocol):
-    """A piece of the device's memory that slices pass through. `memory` is page-aligned and written by the host."""
+    """A piece of the device's memory that slices pass through."""
 
-    memory: npt.NDArray[np.uint8]
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """Page-aligned, written by the host. Not to be kept: the slot cannot be freed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,9 @@ class Device(Protocol):
     isa: str
     cores: int  # slices that are computed at a time
 
+    def copies(self, spec: SliceSpec) -> bool:
+        """Whether a slice must be in the device's own memory to be used: then it is best read into a slot."""
+
     def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> Handle:
         """A slice that stays: where it lies, or copied into the device's memory."""
 
@@ -60,6 +65,9 @@ class Device(Protocol):
 
     def make_slot(self, nbytes: int, domain: int = 0) -> Slot:
         """Memory for one slice at a time."""
+
+    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> Sequence[Slot]:
+        """Slots of these bytes for slices that stay, in few large pieces of memory; each is freed with `free_slot`."""
 
     def free_slot(self, slot: Slot) -> None: ...
 

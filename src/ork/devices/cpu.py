@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +43,20 @@ def _read(path: Path) -> str:
 
 
 class CpuSlot:
-    """Anonymous memory."""
+    """Anonymous memory; it goes with its last view."""
 
     __slots__ = ("memory",)
 
-    def __init__(self, nbytes: int):
-        # huge pages where the system gives them: a product walks the slot from end to end
-        room = mmap.mmap(-1, max(PAGE, -(-nbytes // PAGE) * PAGE))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            room.madvise(mmap.MADV_HUGEPAGE)
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(room, np.uint8)
+    def __init__(self, memory: npt.NDArray[np.uint8]):
+        self.memory = memory
+
+
+def _room(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Whole pages, in huge ones where the system gives them: a product walks a slot from end to end."""
+    room = mmap.mmap(-1, max(PAGE, -(-nbytes // PAGE) * PAGE))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(room, np.uint8)
 
 
 class CpuDevice:
@@ -79,10 +84,12 @@ class CpuDevice:
         return self.host_slice(spec, blob)
 
     def make_slot(self, nbytes: int, domain: int = 0) -> CpuSlot:
-        return CpuSlot(nbytes)
+        return CpuSlot(_room(nbytes))
 
     def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
-        return [CpuSlot(nbytes) for nbytes in sizes]
+        starts = list(accumulate((-(-nbytes // PAGE) * PAGE for nbytes in sizes), initial=0))
+        room = _room(starts[-1])  # one: a slot alone is often too small for a huge page
+        return [CpuSlot(room[start:end]) for start, end in pairwise(starts)]
 
     def free_slot(self, slot: Slot) -> None:
         """The memory goes with its last view."""

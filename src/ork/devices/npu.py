@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,37 @@ from ork.npu.jobs import Int8Job
 MIN_ROWS = 32  # below, a submit costs more than the CPU's product (published: M = 16 loses, 32 wins)
 INPUT_BYTES = 16 << 20  # scratch per domain: quantised rows
 OUTPUT_BYTES = 64 << 20  # and int32 sums
+REGION_BYTES = 16 << 20  # slices that stay share buffers: fewer calls, and huge pages; the size imports work with
+PAGE = 4096
 LINE = 64  # outputs of programs that run at once share no cache line
 SPREAD_MACS = 64 << 20  # from here on an op is cut up for all cores; smaller ones are one chain on one core
 PLANS = 1024  # prepared ops that are kept; each row count of each op is one
+
+
+class _Region:
+    """A buffer of the device and how many slots of it are in use."""
+
+    __slots__ = ("buffer", "slots")
+
+    def __init__(self, buffer: DmaBuffer, slots: int):
+        self.buffer = buffer
+        self.slots = slots
+
+
+class NpuSlot:
+    """A part of a buffer that slices pass through, or that one stays in."""
+
+    __slots__ = ("nbytes", "offset", "region")
+
+    def __init__(self, region: _Region, offset: int, nbytes: int):
+        self.region = region
+        self.offset = offset
+        self.nbytes = nbytes
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """Made anew each time: an array that is kept would keep the buffer from being freed."""
+        return self.region.buffer.array[self.offset : self.offset + self.nbytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +65,14 @@ class NpuHandle:
 
     spec: SliceSpec
     host: native.Slice
-    weights: DmaBuffer | None  # None: a codec that only the CPU computes
+    slot: NpuSlot | None  # None: a codec that only the CPU computes
     _parts: dict[tuple[int, int], native.Slice] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> DmaBuffer:
+        """The buffer that the codes are in, from `slot.offset` on."""
+        assert self.slot is not None
+        return self.slot.region.buffer
 
     @property
     def columns(self) -> int:
@@ -49,9 +83,10 @@ class NpuHandle:
         return min(self.spec.ks, self.spec.Kp)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """What a prepared program depends on: the buffer, not the slice that is in it now."""
-        return (id(self.weights), self.columns, self.spec.Kp, self.ks)
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """What a prepared program depends on: the place, not the slice that is in it now."""
+        assert self.slot is not None
+        return (id(self.weights), self.slot.offset, self.columns, self.spec.Kp, self.ks)
 
     def part(self, n0: int, n: int) -> native.Slice:
         """Columns [n0, n0 + n): their scales, and where they go in the output."""
@@ -61,16 +96,6 @@ class NpuHandle:
             held = native.Slice(1, self.host.scales_address, scales, self.spec.Kp, self.ks, self.host.n0 + n0, n)
             self._parts[n0, n] = held
         return held
-
-
-class NpuSlot:
-    """A buffer of the device that slices pass through."""
-
-    __slots__ = ("buffer", "memory")
-
-    def __init__(self, buffer: DmaBuffer):
-        self.buffer = buffer
-        self.memory = buffer.array
 
 
 @dataclass(slots=True)
@@ -129,40 +154,57 @@ class NpuDevice:
         Raises NpuError when the domain has no room.
         """
         host = self.cpu.place(spec, blob)
-        if spec.codec != "i8":
+        if not self.copies(spec):
             return NpuHandle(spec, host, None)
         nbytes = host.n * spec.Kp
-        weights = self.npu.buffer(nbytes, domain=domain)
-        with weights.fill(0, nbytes) as target:
-            np.frombuffer(target, np.uint8)[:] = blob[:nbytes]
-        return NpuHandle(spec, host, weights)
+        slot = self.make_slot(nbytes, domain)
+        slot.memory[:nbytes] = blob[:nbytes]
+        slot.region.buffer.sync_to_device(0, nbytes)
+        return NpuHandle(spec, host, slot)
+
+    def copies(self, spec: SliceSpec) -> bool:
+        return spec.codec == "i8"
 
     def free(self, handle: NpuHandle) -> None:
         """Gives the slice's memory back, with every plan that reads it."""
-        if handle.weights is None:
-            return
-        self._forget(handle.weights)
-        handle.weights.free()
-        handle.weights = None
+        if handle.slot is not None:
+            self.free_slot(handle.slot)
+            handle.slot = None
 
     def make_slot(self, nbytes: int, domain: int = 0) -> NpuSlot:
         """Raises NpuError when the domain has no room."""
-        return NpuSlot(self.npu.buffer(nbytes, domain=domain))
+        return NpuSlot(_Region(self.npu.buffer(nbytes, domain=domain), 1), 0, nbytes)
+
+    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[NpuSlot]:
+        """In buffers of 16 MiB, each given back with its last slot. Raises NpuError when the domain has no room."""
+        slots: list[NpuSlot] = []
+        try:
+            for group in _packed([-(-nbytes // PAGE) * PAGE for nbytes in sizes], REGION_BYTES):
+                region = _Region(self.npu.buffer(sum(group), domain=domain), len(group))
+                starts = accumulate(group, initial=0)
+                slots += [NpuSlot(region, start, nbytes) for start, nbytes in zip(starts, group)]
+        except NpuError:
+            for slot in slots:
+                self.free_slot(slot)
+            raise
+        return slots
 
     def free_slot(self, slot: Slot) -> None:
         assert isinstance(slot, NpuSlot)
-        self._forget(slot.buffer)
-        del slot.memory
-        slot.buffer.free()
+        region = slot.region
+        region.slots -= 1
+        if not region.slots:
+            self._forget(region.buffer)
+            region.buffer.free()
 
     def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> NpuHandle:
         """One cache clean; the scales behind the codes are read by the host alone."""
         assert isinstance(slot, NpuSlot)
         host = self.cpu.host_slice(spec, slot.memory)
-        if spec.codec != "i8":
+        if not self.copies(spec):
             return NpuHandle(spec, host, None)
-        slot.buffer.sync_to_device(0, host.n * spec.Kp)
-        return NpuHandle(spec, host, slot.buffer)
+        slot.region.buffer.sync_to_device(slot.offset, host.n * spec.Kp)
+        return NpuHandle(spec, host, slot)
 
     def host_slice(self, spec: SliceSpec, memory: npt.NDArray[np.uint8]) -> native.Slice:
         return self.cpu.host_slice(spec, memory)
@@ -180,7 +222,7 @@ class NpuDevice:
         outs: Sequence[native.Array],
         biases: Sequence[native.Array | None],
     ) -> None:
-        if rows is None or x.rows < self.min_rows or handles[0].weights is None:
+        if rows is None or x.rows < self.min_rows or handles[0].slot is None:
             self._on_cpu(handles, x, rows, outs, biases)
             return
         for first, last in self._groups(handles, rows.rows):
@@ -306,14 +348,14 @@ class NpuDevice:
         parts: list[_Part] = []
         at = 0
         for index, h in enumerate(handles):
-            assert h.weights is not None
+            assert h.slot is not None
             ks = h.ks
             for n0, n1 in _cut(h.columns, pieces):
                 n = n1 - n0
                 part = _Part(index, n0, n)
                 for k0 in range(0, Kp, ks):
                     # within a K slice the tiles of 32 columns follow each other
-                    weights_offset = k0 * h.columns + n0 * ks
+                    weights_offset = h.slot.offset + k0 * h.columns + n0 * ks
                     jobs.append(
                         Int8Job(
                             scratch.rows,
@@ -332,7 +374,7 @@ class NpuDevice:
                     at += -(-M * n * 4 // LINE) * LINE
                 parts.append(part)
         chains = [self.npu.prepare([job]) for job in jobs] if spread else [self.npu.prepare(jobs)]
-        return _Plan([h.weights for h in handles if h.weights is not None], domain, chains, parts, at)
+        return _Plan([h.weights for h in handles], domain, chains, parts, at)
 
     def _forget(self, buffer: DmaBuffer) -> None:
         """Drops the plans that read a buffer which is about to go."""
@@ -344,12 +386,25 @@ class NpuDevice:
             prepared.free()
 
 
+def _packed(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Runs of sizes that come to `most` at most each, or are one that is larger."""
+    groups: list[list[int]] = []
+    used = most
+    for size in sizes:
+        if used + size > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(size)
+        used += size
+    return groups
+
+
 def _key(handles: Sequence[NpuHandle], M: int) -> tuple[int, ...]:
     return (M, *(value for h in handles for value in h.shape))
 
 
 def _domain(handle: NpuHandle) -> int:
-    return handle.weights.domain if handle.weights is not None else 0
+    return handle.weights.domain
 
 
 def _out_bytes(handle: NpuHandle, M: int) -> int:

@@ -13,6 +13,7 @@ from ork.errors import PackDamaged, StorageError
 
 Bytes = npt.NDArray[np.uint8]
 PAGE = 4096
+NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -37,7 +38,14 @@ class SliceFile:
         return self._direct >= 0 and not self._refused
 
     def read(self, offset: int, nbytes: int, memory: Bytes) -> None:
-        """`nbytes` at `offset` into page-aligned memory; both offset and room are whole pages."""
+        """`nbytes` at `offset` into page-aligned memory; both offset and room are whole pages.
+
+        What the page cache happens to hold is copied from there, which is faster; nothing is added to it.
+        """
+        done = self._cached(offset, memory[:nbytes]) if NOWAIT else 0
+        if done == nbytes:
+            return
+        offset, nbytes, memory = offset + done, nbytes - done, memory[done:]
         whole = min(-(-nbytes // PAGE) * PAGE, memory.nbytes)
         if self.direct:
             try:
@@ -49,6 +57,14 @@ class SliceFile:
 
     def read_part(self, offset: int, memory: Bytes) -> None:
         self._fill(self._fd, offset, memory, memory.nbytes)
+
+    def _cached(self, offset: int, memory: Bytes) -> int:
+        """Reads what is in the page cache from `offset` on: all of `memory`, or so many whole pages."""
+        done = 0
+        with contextlib.suppress(OSError):  # the next page is not there, or this file system cannot tell
+            while done < memory.nbytes and (got := os.preadv(self._fd, [memory.data[done:]], offset + done, NOWAIT)):
+                done += got
+        return done if done == memory.nbytes else done // PAGE * PAGE
 
     def _fill(self, fd: int, offset: int, memory: Bytes, need: int) -> None:
         done = 0

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 
 from ork.devices.base import Device, Handle, Slot
-from ork.errors import OrkError, StorageError
 from ork.residency.cache import Key
+from ork.residency.loading import load_slice
 from ork.residency.stream import SliceSource, StreamStats, TensorSpec
 
 JOIN_SHARE = 0.2  # of the transfer time spent waiting, from where another loader joins

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native, tiles
-from ork.devices.base import Device, Handle, SliceSpec
+from ork.devices.base import Device, Handle, SliceSpec, Slot
+from ork.residency.loading import load_slices, release_frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,31 @@ class Stream:
             self.stats.lazy += len(placed)
         return placed
 
+    def _read(self, tensors: Sequence[TensorSpec]) -> None:
+        """Reads tensors that the device must hold itself: into few large pieces of its memory, on all threads."""
+        by_domain: dict[int, list[tuple[TensorSpec, int]]] = {}
+        for t in tensors:
+            for i in range(len(t.slices)):
+                by_domain.setdefault(self._placement.get((t.name, i), 0), []).append((t, i))
+        slots: list[tuple[TensorSpec, int, Slot]] = []
+        try:
+            for domain, group in by_domain.items():
+                made = self.device.make_slots([t.blob_bytes(i) for t, i in group], domain)
+                slots += [(t, i, slot) for (t, i), slot in zip(group, made)]
+            loaded = load_slices(self.source, self.device, slots)
+        except BaseException as error:
+            release_frames(error)
+            for _, _, slot in slots:
+                self.device.free_slot(slot)
+            raise
+        placed: dict[str, dict[int, Handle]] = {t.name: {} for t in tensors}
+        for (t, i, _), (handle, nbytes) in zip(slots, loaded):
+            placed[t.name][i] = handle
+            self.stats.loads += 1
+            self.stats.moved_bytes += nbytes
+            self.stats.resident(nbytes, self._placement.get((t.name, i), 0))
+        self._handles |= {t.name: [placed[t.name][i] for i in range(len(t.slices))] for t in tensors}
+
     def _free(self, tensor: TensorSpec, handles: Sequence[Handle]) -> None:
         for i, handle in enumerate(handles):
             self.device.free(handle)
@@ -185,6 +211,7 @@ class Stream:
     def reside(self) -> Ready:
         if self._ready is None:
             start = time.perf_counter()
+            self._read([t for t in self.tensors if t.name not in self._handles and self.device.copies(t.slices[0])])
             for tensor in self.tensors:
                 self.handles(tensor)
             slices = sum(map(len, self._handles.values()))

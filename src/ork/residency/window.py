@@ -14,7 +14,8 @@ from ork import native, tiles
 from ork.devices.base import Device, Handle, SliceSpec, Slot
 from ork.pack.file import aligned
 from ork.residency.cache import Key, WindowPlan, pages, plan_window
-from ork.residency.prefetch import Clock, Loader, load_slice, release_frames
+from ork.residency.loading import load_slices, release_frames
+from ork.residency.prefetch import Clock, Loader
 from ork.residency.stream import Batch, Ready, SliceSource, StreamStats, TensorSpec
 
 GATHER = 64  # columns that an embedding look-up reads together
@@ -75,31 +76,46 @@ class Window:
         self.plan = plan
         self.stats.reason = f"window {self.window / 2**20:.1f} MiB: {plan.reason}"
         specs = {t.name: t for t in self.tensors}
-        for key in plan.pinned:
-            name, index = key
-            slot = self._make_slot(pages(specs[name].blob_bytes(index)), self._placement.get(key, 0))
-            self._pinned[key], nbytes = load_slice(self.source, self.device, specs[name], index, slot)
+        slots = self._make_pinned(plan.pinned, specs)
+        loaded = load_slices(
+            self.source, self.device, [(specs[n], i, slot) for (n, i), slot in zip(plan.pinned, slots)]
+        )
+        for key, (handle, nbytes) in zip(plan.pinned, loaded):
+            self._pinned[key] = handle
             self.stats.loads += 1
             self.stats.moved_bytes += nbytes
         if plan.streamed:
             domain = self.slot_domain
-            slots = [self._make_slot(plan.slot_bytes, domain) for _ in range(plan.slots)]
             self._loader = Loader(
                 self.source,
                 self.device,
                 specs,
                 plan.streamed,
-                slots,
+                [self._make_slot(plan.slot_bytes, domain) for _ in range(plan.slots)],
                 self.stats,
                 self._clock,
                 threads=self._prefetch,
             )
 
     def _make_slot(self, nbytes: int, domain: int) -> Slot:
-        slot = self.device.make_slot(nbytes, domain)
+        return self._own(self.device.make_slot(nbytes, domain), nbytes, domain)
+
+    def _own(self, slot: Slot, nbytes: int, domain: int) -> Slot:
         self._slots.append((slot, nbytes, domain))
         self.stats.resident(nbytes, domain)
         return slot
+
+    def _make_pinned(self, keys: Sequence[Key], specs: Mapping[str, TensorSpec]) -> list[Slot]:
+        """A slot for each key, in its domain."""
+        by_domain: dict[int, list[Key]] = {}
+        for key in keys:
+            by_domain.setdefault(self._placement.get(key, 0), []).append(key)
+        slots: dict[Key, Slot] = {}
+        for domain, group in by_domain.items():
+            sizes = [pages(specs[name].blob_bytes(index)) for name, index in group]
+            for key, nbytes, slot in zip(group, sizes, self.device.make_slots(sizes, domain)):
+                slots[key] = self._own(slot, nbytes, domain)
+        return [slots[key] for key in keys]
 
     def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
         self.reside()

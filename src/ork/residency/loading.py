@@ -1,0 +1,50 @@
+"""Reading slices into slots, with errors that are one clear line and hold no slot's memory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ork.devices.base import Device, Handle, Slot
+from ork.errors import OrkError, StorageError
+
+if TYPE_CHECKING:
+    from ork.residency.stream import SliceSource, TensorSpec
+
+Loaded = tuple[Handle, int]  # and the bytes that were read
+
+
+def load_slice(source: SliceSource, device: Device, tensor: TensorSpec, index: int, slot: Slot) -> Loaded:
+    """Reads a slice into a slot: its handle and bytes. Raises the source's and the device's errors, one clear line."""
+    try:
+        nbytes = source.read_into(tensor.name, index, slot.memory)
+        return device.fill(tensor.slices[index], slot, nbytes), nbytes
+    except OrkError as error:
+        release_frames(error)
+        raise
+    except (OSError, MemoryError) as error:
+        text = f"slice {index} of {tensor.name} could not be loaded: {error.__class__.__name__}: {error}"
+        release_frames(error)
+        raise StorageError(text) from None
+
+
+def load_slices(source: SliceSource, device: Device, items: Sequence[tuple[TensorSpec, int, Slot]]) -> list[Loaded]:
+    """The same for many, by as many threads as the device computes with: reading and hashing leave the interpreter."""
+    for name in dict.fromkeys(tensor.name for tensor, _, _ in items):
+        source.spec(name)
+    with ThreadPoolExecutor(device.threads, thread_name_prefix="ork-loader") as pool:
+        jobs = [pool.submit(load_slice, source, device, *item) for item in items]
+        try:
+            return [job.result() for job in jobs]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Lets go of what the frames of an error hold: a slot cannot be freed while an array of its memory is alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
