@@ -88,17 +88,17 @@ class FakeDevice:
         self.peak = 0
         self.made = 0
 
+    def copies(self, spec: SliceSpec) -> bool:
+        return False
+
+    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
+        return [self.make_slot(nbytes, domain) for nbytes in sizes]
+
     def make_slot(self, nbytes: int, domain: int = 0) -> CpuSlot:
         self.made += 1
         self.live += nbytes
         self.peak = max(self.peak, self.live)
         return CpuSlot(np.zeros(nbytes, np.uint8))
-
-    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
-        return [self.make_slot(nbytes, domain) for nbytes in sizes]
-
-    def copies(self, spec: SliceSpec) -> bool:
-        return False
 
     def free_slot(self, slot: Any) -> None:
         self.live -= slot.memory.nbytes

@@ -62,8 +62,8 @@ def plan_window(tensors: Sequence[TensorSpec], window: int, cores: int) -> Windo
     least = slots * max(size for _, size in order)
     if window < least:
         raise UsageError(
-            f"a window of {window:,} bytes is too small: {slots} slices ({cores} being computed, one being filled) take "
-            f"{least:,} bytes: give --window {-(-least // (1 << 20))}M or more"
+            f"a window of {window:,} bytes is too small: {slots} slices ({cores} being computed, one being filled) "
+            f"take {least:,} bytes: give --window {-(-least // (1 << 20))}M or more"
         )
     # the slots must hold the largest slice that is not in the prefix, which depends on the prefix: shrink it until so
     kept, used = 0, 0
