@@ -20,12 +20,15 @@ from ork.emulator.faults import Faults
 from ork.emulator.kernel import EmulatedKernel
 from ork.emulator.orktrace import Head, Recording, Reset, Writer
 from ork.emulator.record import Recorder
-from ork.emulator.replay import chain_words, compare, replay
+from ork.emulator.replay import chain_image, chain_words, compare, replay
+from ork.emulator.review import programs, review
 from ork.emulator.summary import leaks
 from ork.errors import SourceError, StorageError, SubmitFailed
 from ork.npu import isa
 from ork.npu.driver import Npu
 from ork.npu.jobs import Int8Job
+from tests.emulator.board import Board
+from tests.emulator.programs import INT8, matmul, words
 
 
 def record(path: Path, work: Callable[[Npu], None], **options: Any) -> EmulatedKernel:
@@ -126,10 +129,10 @@ def test_rules_and_hangs_are_part_of_the_outcome(tmp_path: Path) -> None:
     def work(npu: Npu) -> None:
         a, w, c = npu.buffer(4096), npu.buffer(4096), npu.buffer(4096)
         prepared = npu.prepare([Int8Job(a, w, c, M=4, K=64, N=32)])
-        words = prepared.chain._arena.words
+        code = prepared.chain._arena.words
         at = prepared.chain._starts[0]
-        body = np.frombuffer(words, np.uint64)[at : at + 120].copy()
-        words[at + int(isa.positions(body, 0x4034)[-1])] = isa.word(0x1001, 0x4034, 7)
+        body = np.frombuffer(code, np.uint64)[at : at + 120].copy()
+        code[at + int(isa.positions(body, 0x4034)[-1])] = isa.word(0x1001, 0x4034, 7)
         with pytest.raises(SubmitFailed):
             npu.submit(prepared.chain)
 
@@ -264,13 +267,39 @@ def test_two_recordings_of_the_same_are_equal_and_of_others_are_not(tmp_path: Pa
     assert shape[last] == ["in the first recording only"]
 
 
+def test_programs_are_taken_out_as_they_lie_so_that_their_links_hold(tmp_path: Path) -> None:
+    """Programs on 64 bytes, with gaps between them."""
+    recorder = Recorder(tmp_path / "a.orktrace")
+    board = Board(EmulatedKernel(recorder=recorder))
+    operands = [board.create(4096) for _ in range(3)]
+    code = board.create(8192, mapped=True)
+    body = matmul(INT8, 4, 32, 32) | {0x1070: operands[0].iova, 0x1110: operands[1].iova, 0x4020: operands[2].iova}
+    for i, at in enumerate((0, 1024, 5056)):
+        following = [code.iova + 1024, code.iova + 5056, 0][i]
+        raw = words(body, following, isa.fetch_amount(len(body)) if following else 0).view(np.uint8)
+        code.array[at : at + len(raw)] = raw
+    board.sync(code, 1)
+    tasks = board.tasks(3)
+    tasks.array.view(np.uint32)[6:40:10] = len(body)
+    tasks.array[:120].reshape(3, 40)[:, 32:] = np.array([code.iova], np.uint64).view(np.uint8)
+    board.submit(tasks, 3)
+    recorder.close()
+    with Recording(tmp_path / "a.orktrace") as recording:
+        (event,) = recording.submits
+        pages = dict(recording.pages(event.before))
+        assert event.tasks == 3
+        assert [span.start for span in programs(chain_image(event, pages))] == [0, 128, 632]
+        assert review(chain_image(event, pages)) == []
+        assert len(chain_words(event, pages)) == 3 * (len(body) + 4)
+
+
 def test_the_programs_of_a_submit_can_be_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "a.orktrace"
     record(path, products(cores=1))
     with Recording(path) as recording:
         for event in recording.submits:
-            words = chain_words(event, dict(recording.pages(event.before)))
-            assert len(isa.positions(words, 0x1020)) == event.tasks == 2
+            found = chain_words(event, dict(recording.pages(event.before)))
+            assert len(isa.positions(found, 0x1020)) == event.tasks == 2
 
 
 # --- files ---

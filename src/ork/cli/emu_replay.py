@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dump(recording: Recording, number: int) -> int:
-    from ork.emulator.replay import chain_words
+    from ork.emulator.replay import chain_image
 
     for event in recording.submits:
         if event.number == number:
-            sys.stdout.buffer.write(chain_words(event, dict(recording.pages(event.before))).tobytes())
+            sys.stdout.buffer.write(chain_image(event, dict(recording.pages(event.before))).tobytes())
             return 0
     raise UsageError(f"{recording.path}: no submit {number} in it")
 

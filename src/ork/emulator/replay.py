@@ -26,6 +26,7 @@ from ork.npu.soc import RK3588, Soc
 Pages = Mapping[int, bytes]  # page number -> its bytes
 SHOWN: Final = 8  # differences of one kind in one submit that are spelt out
 _REGISTERS: Final = 64  # the same for registers
+_IMAGE: Final = 16 << 20  # bytes
 _LIMIT: Final = 1 << 32  # bytes of one domain
 _BOTH: Final = ("in the first", "in the second")
 
@@ -184,6 +185,22 @@ def chain_words(event: Recorded, pages: Pages) -> Words:
     """The words of all programs of a submit, one after the other, as far as they were recorded."""
     found = [words for _, words in _chains(event, pages)]
     return np.concatenate(found) if found else np.zeros(0, np.uint64)
+
+
+def chain_image(event: Recorded, pages: Pages) -> Words:
+    """The same as they lie in memory, zeros between them, so that their links can be followed; where they lie more
+    than 16 MiB apart, one after the other."""
+    found = list(_chains(event, pages))
+    if not found:
+        return np.zeros(0, np.uint64)
+    low = min(at for at, _ in found)
+    span = max(at + words.nbytes for at, words in found) - low
+    if span > _IMAGE:
+        return chain_words(event, pages)
+    image = np.zeros(span // 8, np.uint64)
+    for at, words in found:
+        image[(at - low) // 8 : (at - low) // 8 + len(words)] = words
+    return image
 
 
 def _chains(event: Recorded, pages: Pages) -> Iterator[tuple[int, Words]]:
