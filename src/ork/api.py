@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -20,12 +21,14 @@ from ork.engine.ngram import PromptLookup
 from ork.engine.sampling import SamplingParams
 from ork.engine.session import Engine, Session, Stats
 from ork.engine.speculative import DEFAULT_MOST, check_most
-from ork.errors import UsageError
+from ork.errors import OrkError, UsageError
 from ork.npu.kernel import Kernel
 from ork.ops import Ops
+from ork.pack.notes import write_note
 from ork.pack.reader import Pack
+from ork.residency.planner import Placement, arrange
 from ork.residency.source import PackSource
-from ork.residency.stream import Stream, Streams
+from ork.residency.stream import Ready, Stream, Streams
 from ork.residency.window import Window
 from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer
@@ -50,15 +53,42 @@ class LoadedModel:
         board: Kernel | None = None,
         window: int | None = None,
         prefetch: bool = True,
+        preload: bool = False,
+        domains: int | None = None,
     ):
         self.pack = pack
         self._window, self._prefetch = window, prefetch
         self.device, self.device_reason = open_device(device, threads=threads, min_rows=min_rows, board=board)
+        self.ready: Ready | None = None  # what was brought in before the first op, and how long it took
         try:
             self._build(context, kv, sequences)
+            self.placement = self._place(domains)
+            if preload or (self.placement is not None and len(self.placement.bytes) > 1):
+                self.reside()
         except BaseException:
+            if "stream" in self.__dict__:
+                self.stream.close()
             self.device.close()
             raise
+
+    def _place(self, domains: int | None) -> Placement | None:
+        """Decides which slices go into which domain, where the device has several; noted in the pack where it uses
+        more than one."""
+        capacity = self.device.capacity()
+        if capacity.domains == 1 and domains is None:
+            self.stream.staying()  # refuses a window that is too small before anything is computed
+            return None
+        noted = self.pack.notes().get("placement")
+        placement = arrange(self.stream, capacity, domains=domains, note=noted)
+        if len(placement.bytes) > 1 and placement.note() != noted:
+            with contextlib.suppress(OrkError):  # a pack that cannot be written to is placed anew each time
+                write_note(self.pack.path, "placement", placement.note())
+        return placement
+
+    def reside(self) -> Ready:
+        """Brings in everything that stays, by memory calls alone: no op runs. What it took is in `ready`."""
+        self.ready = self.stream.reside()
+        return self.ready
 
     def _build(self, context: int | None, kv: str | None, sequences: int) -> None:
         pack = self.pack
@@ -223,6 +253,8 @@ def load(
     min_rows: int | None = None,
     window: int | None = None,
     prefetch: bool = True,
+    preload: bool = False,
+    domains: int | None = None,
     draft: str | os.PathLike[str] | None = None,
     draft_max: int | None = None,
     max_ram: int = DEFAULT_MAX_RAM,
@@ -231,6 +263,8 @@ def load(
     """Opens a pack; a GGUF file or Hugging Face folder is converted once into the cache.
 
     `window` bytes of weights at most are kept on the device, the rest is streamed, ahead of the ops with `prefetch`.
+    `preload` brings in what stays before the first op (see `LoadedModel.ready`); `domains` spreads it over so many of
+    the NPU's 4 GiB domains (default: as few as hold it).
     `draft` is a small model of the same vocabulary, or "ngram" for prompt look-up: up to `draft_max` of its tokens are
     checked in one pass, and the text stays the same.
     `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
@@ -246,6 +280,8 @@ def load(
         min_rows=min_rows,
         window=window,
         prefetch=prefetch,
+        preload=preload,
+        domains=domains,
     )
     if draft is not None:
         try:

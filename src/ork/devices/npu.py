@@ -26,6 +26,7 @@ from ork.npu.jobs import Int8Job
 MIN_ROWS = 32  # below, a submit costs more than the CPU's product (published: M = 16 loses, 32 wins)
 INPUT_BYTES = 16 << 20  # scratch per domain: quantised rows
 OUTPUT_BYTES = 64 << 20  # and int32 sums
+PROGRAM_BYTES = 32 << 20  # left for programs and tasks, and for slots that are alone in their buffer
 REGION_BYTES = 16 << 20  # slices that stay share buffers: fewer calls, and huge pages; the size imports work with
 PAGE = 4096
 LINE = 64  # outputs of programs that run at once share no cache line
@@ -256,7 +257,10 @@ class NpuDevice:
         """Every call returns when it is done."""
 
     def capacity(self) -> Capacity:
-        return Capacity(domains=self.npu.soc.domains, bytes_per_domain=self.npu.soc.iova_bytes)
+        """What slices may take of a domain beside scratch and programs. Buffers are aligned to their size rounded up to
+        a power of two: of a 16 MiB buffer that is full of 2 MiB slices an eighth at most is lost that way."""
+        room = self.npu.memory.ceiling - INPUT_BYTES - OUTPUT_BYTES - PROGRAM_BYTES
+        return Capacity(domains=self.npu.soc.domains, bytes_per_domain=room // 8 * 7)
 
     def close(self) -> None:
         """Frees what the device allocated and closes the node."""

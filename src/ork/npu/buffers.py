@@ -139,7 +139,7 @@ class DmaMemory:
 
     def __init__(self, kernel: Kernel, fd: int, soc: Soc, iova_ceiling: int = IOVA_CEILING) -> None:
         self._kernel, self._fd, self._soc = kernel, fd, soc
-        self._ceiling = iova_ceiling
+        self.ceiling = iova_ceiling  # bytes that are mapped in a domain at most
         self._anchors: dict[int, DmaBuffer] = {}
         self._buf_sync = uabi.DmaBufSync()
         self.buffers: dict[int, DmaBuffer] = {}  # by handle
@@ -263,9 +263,9 @@ class DmaMemory:
             raise NpuError(f"a buffer of {nbytes} bytes: give a positive size")
         size = -(-nbytes // soc.page) * soc.page
         used = self.mapped.get(domain, 0)
-        if used + size > self._ceiling:
+        if used + size > self.ceiling:
             raise AllocationFailed(
-                f"{size} bytes do not fit domain {domain}: {used} of {self._ceiling} bytes are in use", errno.ENOSPC
+                f"{size} bytes do not fit domain {domain}: {used} of {self.ceiling} bytes are in use", errno.ENOSPC
             )
         return size
 

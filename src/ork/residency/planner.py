@@ -15,7 +15,7 @@ from typing import Any
 from ork.devices.base import Capacity
 from ork.errors import UsageError
 from ork.residency.cache import Key, pages
-from ork.residency.stream import TensorSpec
+from ork.residency.stream import Streams
 
 Sized = tuple[Key, int]  # a slice and the bytes it is mapped with
 
@@ -36,9 +36,17 @@ class Placement:
         return {"board": dict(self.board), "records": [list(record) for record in self.records]}
 
 
-def sized(tensors: Sequence[TensorSpec]) -> list[Sized]:
-    """Every slice in the order of a pass, with its bytes in whole pages."""
-    return [((t.name, i), pages(t.blob_bytes(i))) for t in tensors for i in range(len(t.slices))]
+def arrange(stream: Streams, capacity: Capacity, *, domains: int | None = None, note: object = None) -> Placement:
+    """Places what `stream` will keep on a device of that capacity, as `note` of the pack has it if that still holds.
+    Raises UsageError as `plan_placement`."""
+    specs = {t.name: t for t in stream.tensors}
+    keys, slot_bytes = stream.staying()
+    slices = [((name, i), pages(specs[name].blob_bytes(i))) for name, i in keys]
+    placement = recorded(note, slices, capacity, domains=domains, slot_bytes=slot_bytes)
+    if placement is None:
+        placement = plan_placement(slices, capacity, domains=domains, slot_bytes=slot_bytes)
+    stream.place(placement.domains, placement.slot_domain)
+    return placement
 
 
 def plan_placement(
@@ -53,7 +61,7 @@ def plan_placement(
     if domains is not None and not 1 <= domains <= most:
         has = f"has domains 1 to {most}" if most > 1 else "has one address space"
         raise UsageError(f"--domains {domains}: this device {has}")
-    board = {"domains": most, "bytes_per_domain": capacity.bytes_per_domain, "asked": domains, "slots": slot_bytes}
+    board = _board(capacity, domains, slot_bytes)
     limit = capacity.bytes_per_domain or 1 << 62
     total = sum(n for _, n in slices) + slot_bytes
     counts = [domains] if domains else range(max(1, -(-total // limit)), most + 1)
@@ -69,16 +77,12 @@ def plan_placement(
     )
 
 
-def recorded(note: object, slices: Sequence[Sized], capacity: Capacity, **asked: Any) -> Placement | None:
+def recorded(
+    note: object, slices: Sequence[Sized], capacity: Capacity, *, domains: int | None = None, slot_bytes: int = 0
+) -> Placement | None:
     """The placement that a pack's notes hold, if it was made for this board, these slices and what is asked; else
     None. The notes are not under the pack's hash: a record that cannot be right counts as none."""
-    domains, slot_bytes = asked.get("domains"), asked.get("slot_bytes", 0)
-    board = {
-        "domains": capacity.domains,
-        "bytes_per_domain": capacity.bytes_per_domain,
-        "asked": domains,
-        "slots": slot_bytes,
-    }
+    board = _board(capacity, domains, slot_bytes)
     if not isinstance(note, dict) or note.get("board") != board or not isinstance(note.get("records"), list):
         return None
     runs: list[tuple[int, list[Sized]]] = []
@@ -103,6 +107,16 @@ def recorded(note: object, slices: Sequence[Sized], capacity: Capacity, **asked:
 
 
 # --- inside
+
+
+def _board(capacity: Capacity, domains: int | None, slot_bytes: int) -> dict[str, Any]:
+    """What a placement is made for."""
+    return {
+        "domains": capacity.domains,
+        "bytes_per_domain": capacity.bytes_per_domain,
+        "asked": domains,
+        "slots": slot_bytes,
+    }
 
 
 def _units(slices: Sequence[Sized], count: int, limit: int) -> list[list[Sized]]:

@@ -3,7 +3,7 @@
 The order is a cycle with the place where the next op is expected on it. The next slice that is missing from there on is
 loaded into a free slot, or into that of the slice which will be needed last; only slots in use and those being filled
 are pinned. An op that asks for something else (the first pass, a sequence that ended) moves the place, nothing more.
-Another loader joins when ops wait for more than a fifth of the time that transfers take: then one cannot keep up.
+Another loader joins when ops wait for slices for more than a fifth of the time: then one cannot keep up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ork.residency.cache import Key
 from ork.residency.loading import load_slice
 from ork.residency.stream import SliceSource, StreamStats, TensorSpec
 
-JOIN_SHARE = 0.2  # of the transfer time spent waiting, from where another loader joins
+JOIN_SHARE = 0.2  # of the time spent waiting, from where another loader joins
 JUDGED = 4  # times the slots: so many loads are looked at before the next one joins
 
 
@@ -76,7 +76,7 @@ class Loader:
         self._at = 0  # position in the order from where slices will be needed
         self._stop = False
         self._slots = len(slots)
-        self._judged = (0, 0.0, 0.0)  # loads, seconds waited and of transfers when the last loader joined or did not
+        self._judged = (0, 0.0, time.perf_counter())  # loads, seconds waited and time when it was last asked
         self._threads: list[threading.Thread] = []
         if threads:
             self._join()
@@ -216,12 +216,13 @@ class Loader:
 
     def _adapt(self) -> None:
         """After a wait: another loader if those that are there cannot keep up."""
-        s, (loads, waited, moved) = self._stats, self._judged
+        s, (loads, waited, since) = self._stats, self._judged
         if not self._threads or len(self._threads) >= self._slots - 1 or s.loads - loads < JUDGED * self._slots:
             return
-        if s.wait_seconds - waited > JOIN_SHARE * (s.transfer_seconds - moved):
+        now = time.perf_counter()
+        if s.wait_seconds - waited > JOIN_SHARE * (now - since):
             self._join()
-        self._judged = s.loads, s.wait_seconds, s.transfer_seconds
+        self._judged = s.loads, s.wait_seconds, now
 
     # --- the lock need not be held ---
 

@@ -114,6 +114,13 @@ class Streams(Protocol):
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
         """Host slices that hold the given columns, for embedding look-ups."""
 
+    def staying(self) -> tuple[list[tuple[str, int]], int]:
+        """The slices (tensor, index) that will stay in the device's memory, in order, and the bytes of slots for the
+        others. Raises UsageError where not even those fit."""
+
+    def place(self, placement: Mapping[tuple[str, int], int], slot_domain: int) -> None:
+        """Domains for what stays and for the slots (see `planner`); before anything is brought in."""
+
     def reside(self) -> Ready:
         """Brings in everything that will stay, without running an op; again: what is there."""
 
@@ -121,14 +128,14 @@ class Streams(Protocol):
 
 
 class Stream:
-    """Slices in place: placed at first use, kept until `close`. `domains` spreads them (see `planner`)."""
+    """Slices in place: placed at first use, kept until `close`."""
 
-    def __init__(self, source: SliceSource, device: Device, placement: Mapping[tuple[str, int], int] | None = None):
+    def __init__(self, source: SliceSource, device: Device):
         self.source = source
         self.device = device
         self.stats = StreamStats()
         self.tensors: list[TensorSpec] = []
-        self._placement = placement or {}
+        self._placement: Mapping[tuple[str, int], int] = {}
         self._handles: dict[str, list[Handle]] = {}
         self._batches: dict[tuple[str, ...], Batch] = {}
         self._ready: Ready | None = None
@@ -207,6 +214,12 @@ class Stream:
         for i, handle in enumerate(handles):
             self.device.free(handle)
             self.stats.resident(-tensor.blob_bytes(i), self._placement.get((tensor.name, i), 0))
+
+    def staying(self) -> tuple[list[tuple[str, int]], int]:
+        return [(t.name, i) for t in self.tensors if self.device.copies(t.slices[0]) for i in range(len(t.slices))], 0
+
+    def place(self, placement: Mapping[tuple[str, int], int], slot_domain: int) -> None:
+        self._placement = placement
 
     def reside(self) -> Ready:
         if self._ready is None:

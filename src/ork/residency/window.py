@@ -28,7 +28,7 @@ class Window:
     """Streams slices through `window` bytes of the device. `tensors` must be set before use, in a pass's order.
 
     One op at a time: whoever asks for batches while another generator of them is half used may find no slot free, and
-    is told so. `placement` puts pinned slices into domains; the slots are in `slot_domain`.
+    is told so. The slots are in the domain of the last pinned slices, whose neighbours in the order pass through them.
     """
 
     def __init__(
@@ -38,8 +38,6 @@ class Window:
         window: int,
         *,
         prefetch: bool = True,
-        placement: Mapping[Key, int] | None = None,
-        slot_domain: int = 0,
     ):
         self.source = source
         self.device = device
@@ -48,8 +46,8 @@ class Window:
         self.tensors: list[TensorSpec] = []
         self.plan: WindowPlan | None = None
         self._prefetch = prefetch
-        self._placement = placement or {}
-        self.slot_domain = slot_domain
+        self._placement: Mapping[Key, int] = {}
+        self._slot_domain = 0
         self._pinned: dict[Key, Handle] = {}
         self._slots: list[tuple[Slot, int, int]] = []  # all of them, with bytes and domain
         self._ready: Ready | None = None
@@ -62,7 +60,7 @@ class Window:
         if self._ready is None:
             start = time.perf_counter()
             try:
-                self._fill(plan_window(self.tensors, self.window, self.device.cores))
+                self._fill(self._planned())
             except BaseException as error:
                 release_frames(error)
                 self.close()
@@ -71,6 +69,16 @@ class Window:
             stats = self.stats
             self._ready = Ready(len(self._pinned), stats.resident_bytes, dict(stats.domains), seconds)
         return self._ready
+
+    def staying(self) -> tuple[list[Key], int]:
+        plan = self._planned()
+        return list(plan.pinned), plan.slots * plan.slot_bytes
+
+    def place(self, placement: Mapping[Key, int], slot_domain: int) -> None:
+        self._placement, self._slot_domain = placement, slot_domain
+
+    def _planned(self) -> WindowPlan:
+        return self.plan or plan_window(self.tensors, self.window, self.device.cores)
 
     def _fill(self, plan: WindowPlan) -> None:
         self.plan = plan
@@ -85,13 +93,12 @@ class Window:
             self.stats.loads += 1
             self.stats.moved_bytes += nbytes
         if plan.streamed:
-            domain = self.slot_domain
             self._loader = Loader(
                 self.source,
                 self.device,
                 specs,
                 plan.streamed,
-                [self._make_slot(plan.slot_bytes, domain) for _ in range(plan.slots)],
+                [self._make_slot(plan.slot_bytes, self._slot_domain) for _ in range(plan.slots)],
                 self.stats,
                 self._clock,
                 threads=self._prefetch,
