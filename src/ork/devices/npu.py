@@ -145,6 +145,7 @@ class NpuDevice:
         self.cpu_ops = 0
         self.npu_ops = 0
         self._scratch: dict[int, _Scratch] = {}
+        self._slot_bytes: dict[int, int] = {}
         self._plans: OrderedDict[tuple[int, ...], _Plan] = OrderedDict()
 
     # --- slices ------------------------------------------------------------------------------------------------
@@ -174,14 +175,14 @@ class NpuDevice:
 
     def make_slot(self, nbytes: int, domain: int = 0) -> NpuSlot:
         """Raises NpuError when the domain has no room."""
-        return NpuSlot(_Region(self.npu.buffer(nbytes, domain=domain), 1), 0, nbytes)
+        return NpuSlot(self._region(nbytes, 1, domain), 0, nbytes)
 
     def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[NpuSlot]:
         """In buffers of 16 MiB, each given back with its last slot. Raises NpuError when the domain has no room."""
         slots: list[NpuSlot] = []
         try:
             for group in _packed([-(-nbytes // PAGE) * PAGE for nbytes in sizes], REGION_BYTES):
-                region = _Region(self.npu.buffer(sum(group), domain=domain), len(group))
+                region = self._region(sum(group), len(group), domain)
                 starts = accumulate(group, initial=0)
                 slots += [NpuSlot(region, start, nbytes) for start, nbytes in zip(starts, group)]
         except NpuError:
@@ -197,6 +198,13 @@ class NpuDevice:
         if not region.slots:
             self._forget(region.buffer)
             region.buffer.free()
+            self._slot_bytes[region.buffer.domain] -= region.buffer.size
+
+    def _region(self, nbytes: int, slots: int, domain: int) -> _Region:
+        self._scratch_of(domain)
+        region = _Region(self.npu.buffer(nbytes, domain=domain), slots)
+        self._slot_bytes[domain] = self._slot_bytes.get(domain, 0) + region.buffer.size
+        return region
 
     def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> NpuHandle:
         """One cache clean; the scales behind the codes are read by the host alone."""
@@ -335,15 +343,25 @@ class NpuDevice:
             self._plans.move_to_end(key)
         return plan
 
+    def _scratch_of(self, domain: int) -> _Scratch:
+        """Made with the domain's first slice, so that an op allocates nothing."""
+        scratch = self._scratch.get(domain)
+        if scratch is None:
+            scratch = self._scratch[domain] = _Scratch(self.npu, domain)
+        return scratch
+
+    @property
+    def scratch_bytes(self) -> dict[int, int]:
+        """What is mapped beside slices: rows, sums, programs and tasks, by domain."""
+        return {d: n - self._slot_bytes.get(d, 0) for d, n in self.npu.memory.mapped.items()}
+
     def _forget_op(self, handles: Sequence[NpuHandle], M: int) -> None:
         if plan := self._plans.pop(_key(handles, M), None):
             self._drop(plan)
 
     def _prepare(self, handles: list[NpuHandle], M: int) -> _Plan:
         domain, Kp = _domain(handles[0]), handles[0].spec.Kp
-        scratch = self._scratch.get(domain)
-        if scratch is None:
-            scratch = self._scratch[domain] = _Scratch(self.npu, domain)
+        scratch = self._scratch_of(domain)
         if M * Kp > INPUT_BYTES:
             raise NpuError(f"{M} rows of {Kp} bytes exceed the scratch of {INPUT_BYTES >> 20} MiB: use a smaller chunk")
         spread = M * Kp * sum(h.columns for h in handles) >= SPREAD_MACS
