@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 
@@ -13,7 +14,7 @@ from ork.errors import PackDamaged, StorageError
 
 Bytes = npt.NDArray[np.uint8]
 PAGE = 4096
-NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+LIBC = ctypes.CDLL(None)
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -24,13 +25,18 @@ def aligned(nbytes: int) -> Bytes:
 class SliceFile:
     """A pack's bytes through a descriptor of the file that was opened, whatever its name means by now."""
 
-    def __init__(self, path: str, fd: int):
+    def __init__(self, path: str, fd: int, mapped: int = 0):
+        """`mapped` is the address at which the whole file is mapped for as long as this is used, if it is."""
         self.path = path
+        self._mapped = mapped
         self._fd = fd
-        self._direct = -1
+        self._direct = self._parts = -1
         self._refused = False
         with contextlib.suppress(OSError):  # tmpfs and some network file systems have no O_DIRECT
             self._direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        with contextlib.suppress(OSError):  # of its own: reading ahead is right for the mapping and wrong for parts
+            self._parts = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+            os.posix_fadvise(self._parts, 0, 0, os.POSIX_FADV_RANDOM)
 
     @property
     def direct(self) -> bool:
@@ -40,12 +46,11 @@ class SliceFile:
     def read(self, offset: int, nbytes: int, memory: Bytes) -> None:
         """`nbytes` at `offset` into page-aligned memory; both offset and room are whole pages.
 
-        What the page cache happens to hold is copied from there, which is faster; nothing is added to it.
+        What is whole in the page cache is copied from there, which is faster; nothing is added to it.
         """
-        done = self._cached(offset, memory[:nbytes]) if NOWAIT else 0
-        if done == nbytes:
+        if self._mapped and self._cached(offset, nbytes):
+            self._fill(self._fd, offset, memory[:nbytes], nbytes)
             return
-        offset, nbytes, memory = offset + done, nbytes - done, memory[done:]
         whole = min(-(-nbytes // PAGE) * PAGE, memory.nbytes)
         if self.direct:
             try:
@@ -56,15 +61,17 @@ class SliceFile:
         self._fill(self._fd, offset, memory[:nbytes], nbytes)
 
     def read_part(self, offset: int, memory: Bytes) -> None:
-        self._fill(self._fd, offset, memory, memory.nbytes)
+        """Bytes of any range, through the page cache, without reading ahead."""
+        self._fill(self._parts if self._parts >= 0 else self._fd, offset, memory, memory.nbytes)
 
-    def _cached(self, offset: int, memory: Bytes) -> int:
-        """Reads what is in the page cache from `offset` on: all of `memory`, or so many whole pages."""
-        done = 0
-        with contextlib.suppress(OSError):  # the next page is not there, or this file system cannot tell
-            while done < memory.nbytes and (got := os.preadv(self._fd, [memory.data[done:]], offset + done, NOWAIT)):
-                done += got
-        return done if done == memory.nbytes else done // PAGE * PAGE
+    def _cached(self, offset: int, nbytes: int) -> bool:
+        """Whether all pages of the range are in the page cache. A read that must not wait would start a read-ahead;
+        this does not."""
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = offset + nbytes - start
+        seen = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
+        arguments = ctypes.c_void_p(self._mapped + start), ctypes.c_size_t(length), ctypes.c_void_p(seen.ctypes.data)
+        return LIBC.mincore(*arguments) == 0 and bool((seen & 1).all())
 
     def _fill(self, fd: int, offset: int, memory: Bytes, need: int) -> None:
         done = 0
@@ -83,7 +90,7 @@ class SliceFile:
             done += got
 
     def close(self) -> None:
-        for fd in (self._fd, self._direct):
+        for fd in (self._fd, self._direct, self._parts):
             if fd >= 0:
                 os.close(fd)
-        self._fd = self._direct = -1
+        self._fd = self._direct = self._parts = -1

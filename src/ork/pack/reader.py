@@ -57,10 +57,10 @@ class Pack:
 
     def __init__(self, path: str, data: mmap.mmap, fd: int):
         self.path = path
-        self._file = SliceFile(path, fd)
         self._view = memoryview(data)
         self._bytes: Bytes = np.frombuffer(data, np.uint8)
         self._base = self._bytes.ctypes.data
+        self._file = SliceFile(path, fd, self._base)
         self._index: Index = read_index(path, self._view)
         self._checked = bytearray(len(self._index.entries))  # 1: hashed in this process
         self._sections: dict[str, memoryview] = {}
