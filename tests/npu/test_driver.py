@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,10 +50,10 @@ def job(npu: Npu, M: int = 4, K: int = 64, N: int = 64, *, domain: int = 0, **mo
 
 
 def step(npu: Npu, kind: str, N: int = 64) -> Step:
-    (tile,) = plan(MatmulShape(1, 64, N, kind))
+    (tile,) = plan(MatmulShape(1, 64, N, "int8" if kind == "int16" else kind))
     operands = {role: (npu.buffer(8192), 0) for role in ("input", "weights", "output")}
     operands["output"][0].fresh = False
-    return Step(program(tile), operands)
+    return Step(replace(program(tile), kind=kind), operands)
 
 
 # -- chains ------------------------------------------------------------------------------------------------------------

@@ -69,12 +69,26 @@ def test_imports_break_where_they_were_measured_to() -> None:
     assert [row[2] for row in tables("import", "patched")[2].rows] == ["back", "back"]
 
 
-@pytest.mark.parametrize("what", ["dma", "stream", "persist", "import"])
+def test_everything_of_the_output_side_is_right() -> None:
+    (table,) = tables("vector")
+    assert table.finding == "all results are right"
+    assert {row[0] for row in table.rows} >= {"add", "mul", "silu", "gelu", "exp", "rsqrt", "matmul + silu"}
+
+
+def test_wrong_results_of_the_output_side_would_be_seen() -> None:
+    kernel = FakeKernel()
+    kernel.finish = lambda run: None  # type: ignore[method-assign]  # computes nothing
+    with Npu.open(kernel) as npu:
+        (table,) = probe.element_wise(npu)
+    assert table.finding.startswith("WRONG: add int8")
+
+
+@pytest.mark.parametrize("what", ["dma", "stream", "persist", "import", "vector"])
 def test_the_command_prints_the_tables(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["npu", "probe", what]) == 0
     out = capsys.readouterr().out
-    finding = {"dma": "63 buffers", "stream": "back", "persist": "equals", "import": "16 MiB work"}[what]
-    assert finding in out
+    findings = {"dma": "63 buffers", "stream": "back", "persist": "equals", "import": "16 MiB work"}
+    assert (findings | {"vector": "all results are right"})[what] in out
 
 
 def test_without_a_board_the_command_says_so(

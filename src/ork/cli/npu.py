@@ -25,7 +25,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     )
     probe = tools.add_parser(
         "probe",
-        help="how much memory the NPU sees, and where it breaks",
+        help="what the NPU can do, and where it breaks",
         description="Runs into the limits of the NPU's memory on purpose: on a board, stop everything else that uses "
         "the NPU first. `import` loses 4 MiB of address space of domain 1 until reboot on a stock kernel.",
     )
@@ -38,6 +38,7 @@ PROBES = {
     "stream": "whether freed address space comes back",
     "persist": "whether a reloaded weight is the packed one",
     "import": "sizes and numbers of dma-heap imports that work",
+    "vector": "whether element-wise operations, tables and int8 results are right",
 }
 
 

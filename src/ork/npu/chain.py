@@ -80,10 +80,11 @@ class Chain:
         self.operands = [dict(step.operands) for step in steps]
         self.domain = arena.domain
         self.kind = steps[0].program.kind
+        self.flags = uabi.JOB_PC | (uabi.JOB_PINGPONG if all(s.program.ping_pong for s in steps) else 0)
         self.pending = False  # submitted without waiting, and not seen to be done
         self.freed = False
         self.submit = uabi.Submit(
-            flags=uabi.JOB_PC | uabi.JOB_PINGPONG,
+            flags=self.flags,
             timeout=arena.soc.timeout_ms,
             task_number=len(steps),
             task_obj_addr=arena.tasks.obj_addr,

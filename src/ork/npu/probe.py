@@ -24,6 +24,7 @@ from ork.npu.driver import Npu
 from ork.npu.jobs import Int8Job, steps_of
 from ork.npu.kernel import Kernel
 from ork.npu.soc import RK3588, Soc
+from ork.npu.trial import trials
 
 BUFFER_BYTES = 64 << 20
 IMPORT_SIZES = tuple(n << 20 for n in (1, 4, 16, 24, 32, 48, 64))
@@ -185,11 +186,26 @@ def _import_leak(npu: Npu, domain: int) -> Table:
     return Table("Importing and freeing 1 MiB, four times", ("domain", "addresses", "space"), tuple(rows), finding)
 
 
+def element_wise(npu: Npu) -> Iterator[Table]:
+    """Whether the programs of the output side give what their formulas say."""
+    rows, wrong = [], []
+    for what, kind, error, bound in trials(npu):
+        rows.append((what, kind, f"{error:.3g}", f"{bound:g}", _yes(error <= bound)))
+        wrong += [f"{what} {kind}"] if error > bound else []
+    yield Table(
+        "Element-wise operations, tables, requantised matmuls",
+        ("operation", "kind", "largest error", "allowed", "right"),
+        tuple(rows),
+        f"WRONG: {', '.join(wrong)}" if wrong else "all results are right",
+    )
+
+
 PROBES: dict[str, Callable[[Npu], Iterator[Table]]] = {
     "dma": dma,
     "stream": stream,
     "persist": persist,
     "import": imports,
+    "vector": element_wise,
 }
 
 

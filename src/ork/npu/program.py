@@ -21,8 +21,8 @@ class Operand:
 class Program:
     """Words of a program (body, then trailer; read-only) without addresses.
 
-    `kind` is the precision it runs in, a name of `plan.KINDS`. Of the operand `output` the last `out_element` bytes are
-    the last that the chip writes.
+    `kind` is the precision it runs in, a name of `plan.KINDS` or "int16". Of the operand `output` the last
+    `out_element` bytes are the last that the chip writes.
     """
 
     words: isa.Words
@@ -32,6 +32,7 @@ class Program:
     out_element: int
     enable: int = isa.MATMUL
     interrupt: int = uabi.INT_DPU
+    ping_pong: bool = True  # False: the submit must go without the flag, as one that loads tables
 
     @property
     def nbytes(self) -> int:
