@@ -85,6 +85,11 @@ class LoadedModel:
                 write_note(self.pack.path, "placement", placement.note())
         return placement
 
+    @property
+    def windowed(self) -> bool:
+        """Whether the model has a window, whether or not all of it fits there."""
+        return self._window is not None
+
     def reside(self) -> Ready:
         """Brings in everything that stays, by memory calls alone: no op runs. What it took is in `ready`."""
         self.ready = self.stream.reside()

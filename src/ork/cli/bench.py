@@ -6,6 +6,7 @@ import argparse
 import json
 
 from ork.cli.common import add_device, add_model, check_threads, progress_bar, resolve, say, size_text
+from ork.cli.window import add_window, check_eager, ready_facts, say_ready, say_window, window_facts, window_options
 from ork.errors import UsageError
 
 
@@ -17,6 +18,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-o", "--output", choices=("md", "json"), default="md")
     sub.add_argument("--codec", default="i8", choices=("i8", "f32"), help="for a model that is converted on the way")
     add_device(sub)
+    add_window(sub)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.n_prompt < 0 or args.n_gen < 0 or args.repetitions < 1 or not args.n_prompt + args.n_gen:
         raise UsageError("give -p or -n a positive number of tokens, and -r at least 1")
     check_threads(args.threads)
+    options = window_options(args)
     path = resolve(args.model)
     with progress_bar("converting") as progress:
         pack = cached_pack(
@@ -36,13 +39,25 @@ def run(args: argparse.Namespace) -> int:
         )
     need = max(args.n_prompt, args.n_gen)
     with api.LoadedModel(
-        Pack.open(pack), device=args.device, threads=args.threads, context=need, kv=None, min_rows=args.min_rows
+        Pack.open(pack),
+        device=args.device,
+        threads=args.threads,
+        context=need,
+        kv=None,
+        min_rows=args.min_rows,
+        preload=True,
+        **options,
     ) as model:
+        if args.output == "md":
+            say_ready(model)
         results = []
         if args.n_prompt:
             results.append(bench.prefill(model.engine, args.n_prompt, args.repetitions))
         if args.n_gen:
             results.append(bench.decode(model.engine, args.n_gen, args.repetitions))
+        check_eager(model)
+        if args.output == "md":
+            say_window(model)
         config, size = model.model.config, model.pack.nbytes
         about = {
             "model": path.name,
@@ -52,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
             "device": model.device.name,
             "isa": model.device.isa,
             "threads": model.device.threads,
+            **window_facts(model),
+            **ready_facts(model),
         }
     if args.output == "json":
         rows = [

@@ -23,6 +23,7 @@ from ork.cli.common import (
     say,
     size_text,
 )
+from ork.cli.window import add_window, ready_facts, say_ready, say_window, window_facts, window_options
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", action="store_true", help="one JSON object instead of the text")
     sub.add_argument("--trace", type=Path, metavar="FILE", help="what ran when, for chrome://tracing or Perfetto")
     add_device(sub)
+    add_window(sub)
+    sub.add_argument("--preload", action="store_true", help="bring in what stays first, and say how long that took")
     add_fault(sub)
 
 
@@ -74,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--draft-max bounds what a draft proposes: it goes with --draft")
     check_most(args.draft_max)
     check_threads(args.threads)
+    window_options(args)
     sampling = {
         "temperature": args.temp,
         "top_k": args.top_k,
@@ -125,7 +129,11 @@ def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[Lo
         kv=args.kv,
         min_rows=args.min_rows,
         board=board,
+        preload=args.preload,
+        **window_options(args),
     ) as model:
+        if not args.json:
+            say_ready(model)
         if draft is not None:
             model.use_draft(draft, most=args.draft_max, threads=args.threads)
         yield model
@@ -241,6 +249,8 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
         "kv": model.kv,
         "kv_bytes": kv,
         "weight_bytes": model.stream.stats.resident_bytes,
+        **window_facts(model),
+        **ready_facts(model),
         "peak_rss_bytes": peak,
         "pack": str(model.pack.path),
     }
@@ -258,7 +268,9 @@ def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: 
     if npu:
         say(", ".join(f"{key} {value}" for key, value in npu.items()))
     device = f"{model.device.name} ({model.device.isa}, {model.device.threads} threads; {model.device_reason})"
-    weights = f"{size_text(model.stream.stats.resident_bytes)} {'copied to NPU memory from' if npu else 'in place in'}"
+    say_window(model)
+    how = "copied to NPU memory from" if npu else "in a window on" if model.windowed else "in place in"
+    weights = f"{size_text(model.stream.stats.resident_bytes)} {how}"
     say(
         f"prefill {stats.prompt_tokens} tokens at {stats.prefill_rate:.1f} tok/s, decode {stats.new_tokens} at "
         f"{stats.decode_rate:.1f} tok/s, ended by {stats.reason}; {device}; weights {weights} {model.pack.path}; "

@@ -1,0 +1,93 @@
+"""The flags of a window, and what a run says of it: which slices stayed, what was moved, what of that was hidden."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ork.cli.common import parse_size, say, size_text
+from ork.errors import OrkError, UsageError
+
+if TYPE_CHECKING:
+    from ork.api import LoadedModel
+
+
+def add_window(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--window", metavar="SIZE", help="weights on the device at most, as 512M; the rest is streamed")
+    sub.add_argument("--no-prefetch", action="store_true", help="do not read ahead, to compare")
+    sub.add_argument("--domains", type=int, metavar="N", help="spread weights over N of the NPU's 4 GiB domains")
+
+
+def window_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `LoadedModel` takes of these flags. Raises UsageError."""
+    if args.no_prefetch and args.window is None:
+        raise UsageError("--no-prefetch turns off reading ahead through a window: it goes with --window")
+    window = None if args.window is None else parse_size(args.window)
+    return {"window": window, "prefetch": not args.no_prefetch, "domains": args.domains}
+
+
+def ready_facts(model: LoadedModel) -> dict[str, Any]:
+    """The ready event: what was brought in before the first op."""
+    r = model.ready
+    if r is None:
+        return {}
+    by_domain = {str(domain): n for domain, n in r.domains.items()}
+    return {"ready": {"slices": r.slices, "bytes": r.nbytes, "domains": by_domain, "seconds": round(r.seconds, 6)}}
+
+
+def say_ready(model: LoadedModel) -> None:
+    r = model.ready
+    if r is None:
+        return
+    where = ", ".join(f"domain {domain} {size_text(n)}" for domain, n in r.domains.items())
+    place = f" ({where})" if len(r.domains) > 1 else ""
+    say(f"ready: {r.slices} slices, {size_text(r.nbytes)}{place} in {r.seconds:.3f} s, before the first op")
+
+
+def window_facts(model: LoadedModel) -> dict[str, Any]:
+    """Everything that residency counted since the model was loaded."""
+    s = model.stream.stats
+    return {
+        "window_reason": s.reason,
+        "loads": s.loads,
+        "hits": s.hits,
+        "waits": s.waits,
+        "evictions": s.evictions,
+        "moved_bytes": s.moved_bytes,
+        "transfer_seconds": round(s.transfer_seconds, 6),
+        "wait_seconds": round(s.wait_seconds, 6),
+        "overlap": round(s.overlap, 4),
+        "peak_resident_bytes": s.peak_bytes,
+        "scratch_bytes": scratch_bytes(model),
+        "domains": {str(domain): n for domain, n in s.domains.items()},
+        **({"placement": model.placement.reason} if model.placement else {}),
+    }
+
+
+def say_window(model: LoadedModel) -> None:
+    """A line or two where there is a window or more than one domain; nothing for a model that simply fits."""
+    s = model.stream.stats
+    if model.placement and len(model.placement.bytes) > 1:
+        where = ", ".join(f"{domain}: {size_text(n)}" for domain, n in s.domains.items())
+        say(f"placement: {model.placement.reason} ({where})")
+    if not model.windowed:
+        return
+    say(
+        f"{s.reason}; {s.loads} loads, {s.hits} hits, {s.waits} waits of {s.wait_seconds:.2f} s, {s.evictions} "
+        f"evictions, {size_text(s.moved_bytes)} moved, {100 * s.overlap:.0f} % of it under computation; peak "
+        f"{size_text(s.peak_bytes)} and {size_text(scratch_bytes(model))} of scratch"
+    )
+
+
+def scratch_bytes(model: LoadedModel) -> int:
+    """What is in use beside slices: rows, sums and programs of the NPU, pieces of an embedding that streams."""
+    by_domain: dict[int, int] = getattr(model.device, "scratch_bytes", {})
+    return model.stream.stats.scratch_bytes + sum(by_domain.values())
+
+
+def check_eager(model: LoadedModel) -> None:
+    """Raises OrkError if an op had to wait for a slice that should have been there: timings would hold its loading."""
+    if lazy := model.stream.stats.lazy:
+        raise OrkError(
+            f"{lazy} slices were loaded in timed runs although everything was to be there: the rates are void"
+        )
