@@ -19,7 +19,7 @@ ARCHITECTURES: dict[str, type[Llama] | type[Gemma3]] = {
     "gemma3": Gemma3,
 }
 
-__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture", "order_of_pass"]
+__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture", "cycle", "order_of_pass"]
 
 
 def check_architecture(arch: object) -> type[Llama] | type[Gemma3]:
@@ -34,6 +34,17 @@ def order_of_pass(ops: Ops) -> list[TensorSpec]:
     order in which its blocks were made, the head last."""
     layers = {t.name: int(t.name.split(".")[1]) for t in ops.weights if t.name.startswith("blk.")}
     return sorted({t.name: t for t in ops.weights}.values(), key=lambda t: layers.get(t.name, len(ops.weights)))
+
+
+def cycle(ops: Ops) -> list[TensorSpec]:
+    """What passes multiply with, over and over, from the head on: of a window too small for all, the head is the first
+    to stay. A prefill computes it for one row, so that nothing would hide its transfer; those of layers are hidden.
+
+    An embedding that is not the head too is only looked up, a few columns at a time.
+    """
+    head = "output.weight" if "output.weight" in ops.source else "token_embd.weight"
+    order = [t for t in order_of_pass(ops) if t.name == head or t.name != "token_embd.weight"]
+    return sorted(order, key=lambda t: t.name != head)
 
 
 def build(ops: Ops) -> Model:
