@@ -156,6 +156,7 @@ def test_a_program_may_load_the_tables_that_it_uses() -> None:
     outcome = board.core.run(board.domain, board.buffer(program).iova, len(program) - 4, 1, ping_pong=True)
     assert outcome.hang is None
     assert (target.cpu[:16].view(np.int16) == int(curve(64))).all()
+    assert (look_up(board, np.zeros((1, 8), np.int16)) == -500).all()  # and later ones may use them too
     assert not board.report.violations
 
 

@@ -276,10 +276,11 @@ class Core:
 
     def _tables_spoiled(self) -> bool:
         """Whether a program that looks values up may see tables that another one was still writing: loaded in a
-        submit with the ping-pong flag, used next by a program whose groups take turns (measured)."""
+        submit with the ping-pong flag, used next by a program whose groups take turns (measured). A program that
+        loads what it uses waits for it (executed), and so do those after it."""
         block = self.groups.blocks["DPU"]
         spoiled = self._half_written and not self._loads and (block.pointer_pp or block.executer_pp)
-        self._half_written = False
+        self._half_written = self._loads = False
         if spoiled:
             self._add(Finding("lut-ping-pong", ACCESS_CFG))
         return spoiled and self.report.strict
