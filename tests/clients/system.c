@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -253,6 +254,34 @@ int test_reopen(void) {
             if (ioctl(npu, RKNPU_MEM_CREATE, &create) < 0) fail("MEM_CREATE");
         }
         close(npu);
+    }
+    return 0;
+}
+
+/* More buffers than a process usually may have open files. */
+int test_many(void) {
+    enum { COUNT = 1500 };
+    static struct rknpu_mem_create made[COUNT];
+    int npu = npu_open(node);
+    for (int i = 0; i < COUNT; i++) {
+        made[i] = (struct rknpu_mem_create){.flags = CACHED, .size = 4096};
+        if (ioctl(npu, RKNPU_MEM_CREATE, &made[i]) < 0) fail("MEM_CREATE");
+    }
+    return any_matmul(npu, INT8, 2, 32, 32, CACHED, 0, 0);
+}
+
+/* A process that is killed leaves nothing behind. */
+int test_killed(void) {
+    for (int round = 0; round < 2; round++) {
+        pid_t pid = fork();
+        if (!pid) {
+            int npu = npu_open(node);
+            for (int i = 0; i < 62; i++) buffer_make(npu, 64 << 20, CACHED, 0);
+            kill(getpid(), SIGKILL);
+        }
+        int status;
+        if (waitpid(pid, &status, 0) < 0) fail("waitpid");
+        if (expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "a child that got what it asked for")) return 1;
     }
     return 0;
 }

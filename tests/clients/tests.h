@@ -17,7 +17,7 @@ int any_matmul(int npu, enum kind kind, int M, int K, int N, uint32_t flags, int
 #define TESTS(X)                                                                                           \
     X(int8) X(fp16) X(int4) X(uncached) X(conv) X(add) X(pool) X(silu)                                                           \
     X(version) X(nonblock) X(domains) X(import) X(export) X(processes) X(fork) X(threads) X(exec)          \
-    X(lifetime) X(reopen) X(errors) X(closefrom) X(passed) X(old) X(speed) X(calls)
+    X(lifetime) X(reopen) X(errors) X(closefrom) X(passed) X(old) X(many) X(killed) X(speed) X(calls)
 #define DECLARE(name) int test_##name(void);
 TESTS(DECLARE)
 

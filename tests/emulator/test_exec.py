@@ -64,9 +64,15 @@ def test_programs_compute(client: Path) -> None:
 
 def test_programs_use_the_driver_as_on_a_board(client: Path) -> None:
     tests = "version nonblock domains import export processes fork threads exec lifetime reopen errors closefrom passed"
-    said = each(client, [*tests.split(), "old"])
+    said = each(client, [*tests.split(), "old", "killed"])
     assert "left behind: nothing" in said
     assert "error domain-range" in said
+
+
+def test_there_may_be_more_buffers_than_open_files(client: Path) -> None:
+    line = [sys.executable, "-m", "ork.cli.main", "emu", "exec", "--", str(client), "many"]
+    limited = ["sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh", *line]
+    passes(subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False), "many")
 
 
 # A register's wrong value, the rule that names it, and how the program ends: 1 wrong results, 3 a failed submit.

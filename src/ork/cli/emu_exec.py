@@ -175,12 +175,21 @@ def child(path: str, argv: list[str], env: dict[str, str], listen: Callable[[], 
         except OSError as error:
             raise UsageError(f"{argv[0]}: cannot be run: {error.strerror}: is it made for this machine?") from None
         to(process)
+        files_for_buffers()
         while True:
             try:
                 code = process.wait(_LISTEN_S)
                 return code if code >= 0 else 128 - code
             except subprocess.TimeoutExpired:
                 listen()  # what NONBLOCK jobs ran into while the program polls its memory
+
+
+def files_for_buffers() -> None:
+    """Each buffer takes a descriptor here: allow as many as may be. The program has the old limit."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

@@ -95,6 +95,7 @@ class Server:
         self._shared = SharedMemory()
         kernel.memory.allocate = self._shared.allocate
         self._lock = threading.Lock()
+        self._reaping = threading.Lock()
         self._served: dict[int, _Served] = {}  # by our end's descriptor
         self._inodes: dict[int, int] = {}  # of the program's ends -> emulated descriptor
         self._hangups = select.epoll()
@@ -180,7 +181,8 @@ class Server:
 
     def _answer(self, pid: int, message: bytes) -> _Answer:
         op, file, value, offset = REQUEST.unpack_from(message)
-        self.calls += 1
+        with self._lock:
+            self.calls += 1
         self._reap()
         answer = _Answer()
         try:
@@ -288,17 +290,16 @@ class Server:
         return found.handles.get(getattr(argument, "handle", 0)) if isinstance(found, DrmFile) else None
 
     def _reap(self) -> None:
-        """Close what programs closed."""
-        for fd, _ in self._hangups.poll(0):
-            with self._lock:
-                served = self._served.pop(fd, None)
-                if served is None:
-                    continue  # another thread was faster
-                del self._inodes[served.inode]
-                self._hangups.unregister(fd)
-                served.end.close()
-            self.kernel.close(served.file)
-            self._sweep(set(self._maps))
+        """Close what programs closed. It is closed when any thread's call of this returns."""
+        with self._reaping:
+            for fd, _ in self._hangups.poll(0):
+                with self._lock:
+                    served = self._served.pop(fd)
+                    del self._inodes[served.inode]
+                    self._hangups.unregister(fd)
+                    served.end.close()
+                self.kernel.close(served.file)
+                self._sweep(set(self._maps))
 
     def _sweep(self, buffers: set[Buffer]) -> None:
         """Let go of objects that no handle names and no program maps any more."""
