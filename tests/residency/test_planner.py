@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ork.devices.base import Capacity
+from ork.devices.base import Capacity, SliceSpec
 from ork.errors import UsageError
+from ork.residency.cache import pages, plan_window
 from ork.residency.planner import Sized, plan_placement, recorded
+from ork.residency.stream import TensorSpec
 
 GIB = 1 << 30
 
@@ -131,3 +133,33 @@ def test_a_note_of_another_board_or_model_is_not_used() -> None:
     long = json.loads(json.dumps(note))
     long["records"][0][3] += 1
     assert recorded(long, slices, capacity) is None
+
+
+def _tensor(name: str, K: int, columns: int) -> TensorSpec:
+    """Slices of 64 columns."""
+    specs = tuple(SliceSpec(name, "i8", K, K, K, n, n + 64) for n in range(0, columns, 64))
+    return TensorSpec(name, "i8", columns, K, 0, 0, specs)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([32, 256, 1024, 4096]), st.integers(1, 4)), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.integers(0, 600),
+)
+def test_a_window_keeps_the_longest_prefix_that_leaves_room_for_the_slots(
+    shapes: list[tuple[int, int]], cores: int, extra: int
+) -> None:
+    tensors = [_tensor(f"t{i}", K, 64 * n) for i, (K, n) in enumerate(shapes)]
+    sizes = [pages(t.blob_bytes(i)) for t in tensors for i in range(len(t.slices))]
+    keys = [(t.name, i) for t in tensors for i in range(len(t.slices))]
+    window = (cores + 1) * max(sizes) + 4096 * extra
+    plan = plan_window(tensors, window, cores)
+    assert [*plan.pinned, *plan.streamed] == keys
+    assert plan.mapped_bytes <= window
+    if sum(sizes) <= window:
+        assert not plan.streamed
+        return
+    assert plan.slots == cores + 1
+    assert plan.slot_bytes == max(sizes[len(plan.pinned) :])
+    for longer in range(len(plan.pinned) + 1, len(keys)):
+        assert sum(sizes[:longer]) + plan.slots * max(sizes[longer:]) > window

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ork.errors import UsageError
 from ork.residency.stream import TensorSpec
@@ -65,16 +66,9 @@ def plan_window(tensors: Sequence[TensorSpec], window: int, cores: int) -> Windo
             f"a window of {window:,} bytes is too small: {slots} slices ({cores} being computed, one being filled) "
             f"take {least:,} bytes: give --window {-(-least // (1 << 20))}M or more"
         )
-    # the slots must hold the largest slice that is not in the prefix, which depends on the prefix: shrink it until so
-    kept, used = 0, 0
-    while kept < len(order):
-        rest = max(size for _, size in order[kept:])
-        if used + slots * rest > window:
-            break
-        kept, used = kept + 1, used + order[kept][1]
-    while kept and used + slots * max(size for _, size in order[kept:]) > window:
-        kept -= 1
-        used -= order[kept][1]
+    # what each prefix leaves: the slots must hold the largest slice behind it
+    rest = list(accumulate((size for _, size in reversed(order)), max))[::-1]
+    used = list(accumulate((size for _, size in order), initial=0))
+    kept = max(k for k in range(len(order)) if used[k] + slots * rest[k] <= window)
     keys = [k for k, _ in order]
-    slot_bytes = max(size for _, size in order[kept:])
-    return WindowPlan(window, tuple(keys[:kept]), tuple(keys[kept:]), used, slots, slot_bytes)
+    return WindowPlan(window, tuple(keys[:kept]), tuple(keys[kept:]), used[kept], slots, rest[kept])
