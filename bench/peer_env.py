@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,11 @@ def require(names: list[str]) -> list[Peer]:
     return peers
 
 
-def run_worker(peer: Peer, *arguments: object) -> Any:
-    """Run `peer_worker.py` in the peer's environment; returns the JSON it prints."""
+def run_worker(peer: Peer, *arguments: object, before: Callable[[], None] | None = None) -> Any:
+    """Run `peer_worker.py` in the peer's environment, `before` in its process first; returns the JSON it prints."""
     command = [str(peer.python), str(WORKER), peer.module, *map(str, arguments)]
     environment = {**os.environ, peer.library_variable: str(peer.library)} if peer.library_variable else None
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, preexec_fn=before)
     if done.returncode:
         raise SystemExit(f"{peer.name} failed: {' '.join(command)}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -3,6 +3,7 @@
     peer_worker.py llama_cpp|ik_llama_cpp speed MODEL --threads 2 --pp 512 --tg 128 --repeats 3
     peer_worker.py llama_cpp tokens MODEL TEXT OUT.npy --chunks 4 --length 512
     peer_worker.py llama_cpp logits MODEL TOKENS.npy OUT.npy --threads 2
+    peer_worker.py llama_cpp greedy MODEL PROMPT --threads 2 --count 16 --seconds 60
     peer_worker.py llama_cpp compare REFERENCE MODEL TOKENS.npy --threads 2
 
 The last line on stdout is JSON. `TOKENS.npy` is int32 [chunks, T]; each chunk is a sequence of its own.
@@ -123,6 +124,24 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def greedy(args: argparse.Namespace) -> dict[str, Any]:
+    """Up to `count` likeliest tokens after a prompt, fewer once `seconds` have passed: their text, rate, number."""
+    session = Session(args.binding, args.model, args.threads, n_ctx=512)
+    text = args.prompt.encode()
+    buffer = (ctypes.c_int32 * (len(text) + 8))()
+    count = session.api.llama_tokenize(session.vocab, text, len(text), buffer, len(buffer), True, False)
+    session.decode(list(buffer[:count]), 0)
+    out: list[int] = []
+    piece, said = ctypes.create_string_buffer(256), b""
+    start = time.perf_counter()
+    while len(out) < args.count and time.perf_counter() - start < args.seconds:
+        token = int(session.last_logits().argmax())
+        said += piece.raw[: session.api.llama_token_to_piece(session.vocab, token, piece, len(piece), 0, False)]
+        session.decode([token], count + len(out))
+        out.append(token)
+    return {"text": said.decode(errors="replace"), "rate": len(out) / (time.perf_counter() - start), "tokens": len(out)}
+
+
 def tokens(args: argparse.Namespace) -> dict[str, Any]:
     """The text's first tokens as chunks [chunks, length], each beginning with the BOS token if the model wants one."""
     session = Session(args.binding, args.model, args.threads, n_ctx=512)
@@ -175,6 +194,7 @@ def main() -> None:
         (speed, ("model",), {"pp": 512, "tg": 128, "repeats": 3}),
         (tokens, ("model", "text", "out"), {"chunks": 4, "length": 512}),
         (logits, ("model", "tokens", "out"), {}),
+        (greedy, ("model", "prompt"), {"count": 16, "seconds": 60}),
         (compare, ("reference", "model", "tokens"), {}),
     ):
         command = commands.add_parser(run.__name__)
