@@ -21,7 +21,7 @@ from ork.engine.ngram import PromptLookup
 from ork.engine.sampling import SamplingParams
 from ork.engine.session import Engine, Session, Stats
 from ork.engine.speculative import DEFAULT_MOST, check_most
-from ork.errors import OrkError, UsageError
+from ork.errors import OrkError, PackError, UsageError
 from ork.npu.kernel import Kernel
 from ork.ops import Ops
 from ork.pack.notes import write_note
@@ -78,7 +78,9 @@ class LoadedModel:
         if capacity.domains == 1 and domains is None:
             self.stream.staying()  # refuses a window that is too small before anything is computed
             return None
-        noted = self.pack.notes().get("placement")
+        noted = None
+        with contextlib.suppress(PackError):  # notes that are damaged hold nobody up
+            noted = self.pack.notes().get("placement")
         placement = arrange(self.stream, capacity, domains=domains, note=noted)
         if len(placement.bytes) > 1 and placement.note() != noted:
             with contextlib.suppress(OrkError):  # a pack that cannot be written to is placed anew each time

@@ -13,9 +13,11 @@ from ork.api import LoadedModel
 from ork.build.cache import cached_pack
 from ork.devices.cpu import CpuDevice
 from ork.devices.npu import NpuDevice
+from ork.emulator.faults import Faults
 from ork.emulator.kernel import EmulatedKernel
-from ork.errors import NpuError, UsageError
+from ork.errors import NpuError, PackDamaged, UsageError
 from ork.npu import uabi
+from ork.npu.buffers import IOVA_CEILING
 from ork.npu.driver import Npu
 from ork.npu.kernel import RecordingKernel
 from ork.pack.reader import Pack
@@ -152,7 +154,8 @@ def test_sixteen_domains_and_not_one_more(path: Path) -> None:
 
 @pytest.mark.slow
 def test_more_than_a_domain() -> None:
-    """Slices of nothing but zero pages: 6 GiB in one domain are the chip's error, in two they fit."""
+    """Slices of nothing but zero pages: 6 GiB in one domain are refused by the planner, without it by the driver,
+    without that by the kernel; in two domains they fit."""
 
     class Sparse(FakeSource):
         def read_into(self, name: str, index: int, memory: np.ndarray) -> int:
@@ -167,17 +170,18 @@ def test_more_than_a_domain() -> None:
         return TensorSpec(name, "i8", 8192, 8192, 0, 0, specs)
 
     tensors = [big(layer) for layer in range(96)]
-    for forced in (True, False):
+    kernels = "the address space of the domain is full"
+    for forced, ceiling in (("do not fit domain 0", IOVA_CEILING), (kernels, 8 << 30), ("", IOVA_CEILING)):
         board = EmulatedKernel(views="sampled")
-        device = NpuDevice(Npu.open(board), CpuDevice(1), name="emu")
+        device = NpuDevice(Npu.open(board, iova_ceiling=ceiling), CpuDevice(1), name="emu")
         stream = Stream(Sparse(tensors), device)  # type: ignore[arg-type]
         stream.tensors = tensors
         if forced:
-            with pytest.raises(UsageError, match="do not fit 1 domains of 3"):
-                arrange(stream, device.capacity(), domains=1)
-            with pytest.raises(NpuError, match="domain 0"):  # against the planner's advice
+            with pytest.raises(NpuError, match=forced):
                 stream.reside()
         else:
+            with pytest.raises(UsageError, match=r"6\.\d\d GiB .* do not fit 1 domains of 3"):
+                arrange(stream, device.capacity(), domains=1)
             placement = arrange(stream, device.capacity())
             assert placement == plan_placement(
                 [(key, 8192 * 256 + 4096) for key in placement.domains], device.capacity()
@@ -189,3 +193,46 @@ def test_more_than_a_domain() -> None:
         stream.close()
         device.close()
         assert board.stats.live_buffers == 0
+
+
+@pytest.mark.parametrize("window", [None, 6 * 24576])
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "blk.1.ffn_down.weight"])
+def test_a_damaged_slice_is_named_and_nothing_stays_mapped(path: Path, window: int | None, name: str) -> None:
+    """In what stays or in what streams: the error of the op or of getting ready, and the model can be closed."""
+    with Pack.open(path) as pack:
+        at = int(pack._index.entries["offset"][pack.tensor(name).slices[0].entry])
+    data = bytearray(path.read_bytes())
+    data[at + 100] ^= 1
+    path.write_bytes(data)
+    board = EmulatedKernel()
+    model = loaded(path, RecordingKernel(board), window=window)
+    for _ in range(2):  # the second time too
+        with pytest.raises(PackDamaged, match=name):
+            model.logits(TOKENS)
+    model.close()
+    assert board.stats.live_buffers == board.stats.live_maps == 0
+    board = EmulatedKernel()
+    with pytest.raises(PackDamaged, match=name), loaded(path, RecordingKernel(board), window=window, preload=True) as m:
+        m.logits(TOKENS)
+    assert board.stats.live_buffers == board.stats.live_maps == 0
+
+
+@pytest.mark.parametrize("calls", ["create-enomem@4", "create-enomem@6"])
+def test_a_board_without_memory_is_one_line(path: Path, calls: str) -> None:
+    board = EmulatedKernel(faults=Faults(calls))
+    with pytest.raises(NpuError) as said:
+        loaded(path, RecordingKernel(board), window=6 * 24576, preload=True)
+    assert "\n" not in str(said.value)
+    assert board.stats.live_buffers == board.stats.live_maps == 0
+
+
+def test_damaged_notes_hold_nobody_up(path: Path) -> None:
+    with Pack.open(path) as pack:
+        offset, nbytes = pack.section_span("notes")
+    data = bytearray(path.read_bytes())
+    for area in (0, nbytes // 2):
+        data[offset + area] ^= 1
+    path.write_bytes(data)
+    with ork.load(path, device="emu", domains=2) as model:
+        assert model.placement is not None
+        assert len(model.placement.bytes) == 2
