@@ -1,4 +1,4 @@
-/* A program for Rockchip's NPU as somebody might have written it: it knows the driver's calls and nothing of an emulator.
+/* A program for Rockchip's NPU as somebody might have written it, who knows its driver and nothing of an emulator.
  *
  * client TEST [NODE] [--break OFFSET=VALUE]: runs one test, prints "ok TEST" and ends with 0 if the chip's results are
  * what the CPU computes; else 1 (wrong result), 2 (usage) or 3 (a call failed). --break gives one register of every

@@ -127,11 +127,13 @@ int test_conv(void) {
     struct buffer a = buffer_make(npu, C * H * W, CACHED, 0), b = buffer_make(npu, k * k * C * N, CACHED, 0);
     struct buffer c = buffer_make(npu, N * H * W * 4, CACHED, 0);
     for (int ch = 0; ch < C; ch++)
-        for (int p = 0; p < H * W; p++) ((int8_t *)a.data)[(ch / 16 * H * W + p) * 16 + ch % 16] = value(ch, p, -128, 127);
+        for (int p = 0; p < H * W; p++)
+            ((int8_t *)a.data)[(ch / 16 * H * W + p) * 16 + ch % 16] = value(ch, p, -128, 127);
     for (int n = 0; n < N; n++)  /* [N/32][C/32][k][k][32][32] */
         for (int t = 0; t < k * k; t++)
             for (int ch = 0; ch < C; ch++)
-                ((int8_t *)b.data)[n / 32 * 32 * k * k * C + (t * 32 + n % 32) * 32 + ch] = value(n + 500, t * C + ch, -128, 127);
+                ((int8_t *)b.data)[n / 32 * 32 * k * k * C + (t * 32 + n % 32) * 32 + ch] =
+                    value(n + 500, t * C + ch, -128, 127);
     buffer_sync(npu, &a, TO_DEVICE);
     buffer_sync(npu, &b, TO_DEVICE);
     buffer_sync(npu, &c, TO_DEVICE);
@@ -149,8 +151,8 @@ int test_conv(void) {
                     for (int ch = 0; ch < C; ch++)
                         sum += value(ch, yy * W + xx, -128, 127) * value(n + 500, t * C + ch, -128, 127);
                 }
-                if (differs("convolution", n, y * W + x, ((int32_t *)c.data)[(n / 4 * H * W + y * W + x) * 4 + n % 4], sum))
-                    return 1;
+                int got = ((int32_t *)c.data)[(n / 4 * H * W + y * W + x) * 4 + n % 4];
+                if (differs("convolution", n, y * W + x, got, sum)) return 1;
             }
     close(npu);
     return 0;
@@ -164,7 +166,9 @@ static float single(uint16_t h) {
     return h & 0x8000 ? -v : v;
 }
 
-static size_t cube_at(int pixel, int channel, int pixels) { return ((size_t)(channel / 8) * pixels + pixel) * 8 + channel % 8; }
+static size_t cube_at(int pixel, int channel, int pixels) {
+    return ((size_t)(channel / 8) * pixels + pixel) * 8 + channel % 8;
+}
 
 static struct buffer cube_make(int npu, int pixels, int channels, int seed, int divisor) {
     struct buffer made = buffer_make(npu, (size_t)pixels * channels * 2, CACHED, 0);
@@ -240,7 +244,8 @@ int test_silu(void) {
     buffer_sync(npu, &c, FROM_DEVICE);
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) {
-            double x = cube_value(m, n, 1, 6), want = x / (1 + exp(-x)), got = single(((uint16_t *)c.data)[cube_at(m, n, M)]);
+            double x = cube_value(m, n, 1, 6), want = x / (1 + exp(-x));
+            double got = single(((uint16_t *)c.data)[cube_at(m, n, M)]);
             if (fabs(got - want) > 2e-3 + fabs(want) * 1e-3) return differs("silu", m, n, got, want);
         }
     return 0;

@@ -157,7 +157,8 @@ int test_processes(void) {
     for (int i = 0; i < 3; i++)
         if (!(pids[i] = fork())) {
             int npu = npu_open(node), wrong = 0;
-            for (int round = 0; round < 4 && !wrong; round++) wrong = any_matmul(npu, INT8, 8 + i, 64, 64, CACHED, i, 0);
+            for (int round = 0; round < 4 && !wrong; round++)
+                wrong = any_matmul(npu, INT8, 8 + i, 64, 64, CACHED, i, 0);
             _exit(wrong);
         }
     return ended(pids[0]) | ended(pids[1]) | ended(pids[2]);
@@ -292,7 +293,8 @@ int test_errors(void) {
     int npu = npu_open(node), none = open("/dev/dri/card9", O_RDWR);
     struct rknpu_mem_map no_handle = {.handle = 77};
     struct rknpu_mem_sync no_object = {.flags = 1, .size = 64};
-    struct rknpu_mem_create create = {.flags = UNCACHED, .size = 100}, empty = {.flags = CACHED}, high = {.size = 1, .domain = 16};
+    struct rknpu_mem_create create = {.flags = UNCACHED, .size = 100}, empty = {.flags = CACHED};
+    struct rknpu_mem_create high = {.size = 1, .domain = 16};
     struct drm_prime no_file = {.fd = 0};
     int wrong = gives(none, ENOENT, "a node that is not there");
     wrong |= gives(ioctl(npu, RKNPU_MEM_MAP, &no_handle), ENOENT, "a handle that is not there");
@@ -334,7 +336,9 @@ int test_passed(void) {
     union { struct cmsghdr head; char room[CMSG_SPACE(sizeof(int))]; } control = {0};
     char byte = 0;
     struct iovec data = {&byte, 1};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1};
+    message.msg_control = &control;
+    message.msg_controllen = sizeof control;
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) < 0) fail("socketpair");
     pid_t pid = fork();
     if (!pid) {
@@ -343,7 +347,9 @@ int test_passed(void) {
         memcpy(&npu, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof npu);
         _exit(any_matmul(npu, INT8, 3, 64, 64, CACHED, 0, 0));
     }
-    control.head = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof npu)};
+    control.head.cmsg_level = SOL_SOCKET;
+    control.head.cmsg_type = SCM_RIGHTS;
+    control.head.cmsg_len = CMSG_LEN(sizeof npu);
     memcpy(CMSG_DATA(&control.head), &npu, sizeof npu);
     if (sendmsg(pair[0], &message, 0) < 0) fail("sendmsg");
     close(npu);
@@ -352,11 +358,13 @@ int test_passed(void) {
 
 /* Structures of older headers are shorter. */
 int test_old(void) {
-    struct { uint32_t handle, flags; uint64_t size, obj_addr, dma_addr, sram_size; } create = {.flags = CACHED, .size = 5000};
-    uint64_t guard = 0x1234;
+    struct {
+        uint32_t handle, flags;
+        uint64_t size, obj_addr, dma_addr, sram_size, behind;
+    } create = {.flags = CACHED, .size = 5000, .behind = 0x1234};
     int npu = npu_open(node);
     if (ioctl(npu, _IOWR('d', 0x42, char[40]), &create) < 0) fail("MEM_CREATE of 40 bytes");
-    return expect(create.size == 8192 && create.dma_addr && guard == 0x1234, "a buffer");
+    return expect(create.size == 8192 && create.dma_addr && create.behind == 0x1234, "a buffer, and no byte more");
 }
 
 /* --- measured, for the benchmark --- */

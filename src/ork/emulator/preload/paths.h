@@ -5,7 +5,7 @@
 #include <limits.h>
 #include "channel.h"
 
-/* `path` as it is to be given to the system: itself, or, for a board's file, `room` with the file that stands for it. */
+/* `path` as the system is to get it: itself, or, for a board's file, `room` with the file that stands for it. */
 ORK_HIDDEN const char *ork_path(int dirfd, const char *path, char room[PATH_MAX]);
 /* The node that a path from `ork_path` stands for ("/dev/dri/card1"), or NULL. */
 ORK_HIDDEN const char *ork_node(const char *path);

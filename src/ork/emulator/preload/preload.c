@@ -84,7 +84,8 @@ HOOK int ioctl(int fd, unsigned long request, ...) {
     uint32_t number = (uint32_t)request, type = number >> 8 & 0xff, size = number >> 16 & 0x3fff;
     struct ork_file file;
     /* 'd' DRM, 'H' dma-heap, 'b' dma-buf: the rest is nothing to a node, and a socket refuses it as a node does. */
-    if ((type != 'd' && type != 'H' && type != 'b') || !ork_identify(fd, &file)) return syscall(SYS_ioctl, fd, request, arg);
+    if ((type != 'd' && type != 'H' && type != 'b') || !ork_identify(fd, &file))
+        return syscall(SYS_ioctl, fd, request, arg);
     struct ork_request asked = {.op = ORK_IOCTL, .file = file.id, .value = number};
     struct ork_reply reply;
     int got, error = ork_call(&asked, arg, number >> 30 & 1 ? size : 0, number >> 31 & 1 ? size : 0, &reply, &got);

@@ -21,7 +21,7 @@ struct ork_request {  /* then the path, or the argument's bytes */
     uint64_t offset;  /* of a mapping */
 };
 
-struct ork_reply {    /* then what the argument becomes, if it is read back, and the copies; a descriptor may ride along */
+struct ork_reply {    /* then what the argument becomes, if it is read back, and the copies; perhaps a descriptor */
     int32_t error;    /* errno, 0: done */
     int32_t fd_at;    /* where in the argument the descriptor's number belongs, or -1 */
     uint32_t close_on_exec;
