@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ork import models
 from ork.build.cache import cached_pack
 from ork.build.convert import DEFAULT_MAX_RAM
+from ork.build.running import RunningPack
 from ork.devices.choose import open_device
 from ork.engine.draft import DraftModel, relative_cost
 from ork.engine.ngram import PromptLookup
@@ -28,7 +29,7 @@ from ork.pack.notes import write_note
 from ork.pack.reader import Pack
 from ork.residency.planner import Placement, arrange
 from ork.residency.source import PackSource
-from ork.residency.stream import Ready, Stream, Streams
+from ork.residency.stream import Ready, SliceSource, Stream, Streams
 from ork.residency.window import Window
 from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ class LoadedModel:
 
     def __init__(
         self,
-        pack: Pack,
+        pack: Pack | RunningPack,
         *,
         device: str,
         threads: int | None,
@@ -79,10 +80,11 @@ class LoadedModel:
             self.stream.staying()  # refuses a window that is too small before anything is computed
             return None
         noted = None
-        with contextlib.suppress(PackError):  # notes that are damaged hold nobody up
-            noted = self.pack.notes().get("placement")
+        if isinstance(self.pack, Pack):
+            with contextlib.suppress(PackError):  # notes that are damaged hold nobody up
+                noted = self.pack.notes().get("placement")
         placement = arrange(self.stream, capacity, domains=domains, note=noted)
-        if len(placement.bytes) > 1 and placement.note() != noted:
+        if isinstance(self.pack, Pack) and len(placement.bytes) > 1 and placement.note() != noted:
             with contextlib.suppress(OrkError):  # a pack that cannot be written to is placed anew each time
                 write_note(self.pack.path, "placement", placement.note())
         return placement
@@ -99,7 +101,7 @@ class LoadedModel:
 
     def _build(self, context: int | None, kv: str | None, sequences: int) -> None:
         pack = self.pack
-        self.source = PackSource(pack)
+        self.source: SliceSource = pack if isinstance(pack, RunningPack) else PackSource(pack)
         self.stream: Streams = (
             Stream(self.source, self.device)
             if self._window is None
@@ -122,7 +124,9 @@ class LoadedModel:
         self.draft: LoadedModel | str | None = None
         self.draft_max = DEFAULT_MOST
 
-    def use_draft(self, draft: Pack | str, *, most: int | None = None, threads: int | None = None) -> None:
+    def use_draft(
+        self, draft: Pack | RunningPack | str, *, most: int | None = None, threads: int | None = None
+    ) -> None:
         """Lets a small model, or `"ngram"`, propose up to `most` tokens for each pass; the text stays the same.
 
         The small model runs on the CPU, where it is in place: it computes one row at a time. Its pack belongs to this

@@ -11,6 +11,10 @@ class UsageError(OrkError):
     """A request that cannot be met as asked: wrong flag values, prompt longer than the context, unknown name."""
 
 
+class PackBusy(UsageError):
+    """Another process is writing the pack."""
+
+
 class SourceError(OrkError):
     """A GGUF, safetensors or hub file that is missing, damaged or not supported."""
 

@@ -259,9 +259,18 @@ def test_memory_stays_within_what_was_allowed(tmp_path: Path) -> None:
     blocks = rng.integers(0, 256, (rows * width // 32, 34), np.uint8)
     blocks[:, :2] = np.array([0.01], np.float16).view(np.uint8)
     data = blocks.tobytes()
-    tensors = {f"blk.{i}.ffn_up.weight": ("Q8_0", data, (rows, width)) for i in range(8)}
-    tensors |= {f"blk.{i}.ffn_down.weight": ("Q8_0", data, (width, rows)) for i in range(6)}
-    source = write_gguf(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    few = {"token_embd": (tiny.VOCAB, width), "output": (tiny.VOCAB, width)}
+    shapes = {f"{name}.weight": shape for name, shape in few.items()}
+    for i in range(5):
+        block = {"attn_q": (64, width), "attn_k": (32, width), "attn_v": (32, width), "attn_output": (width, 64)}
+        block |= {"ffn_gate": (rows, width), "ffn_up": (rows, width), "ffn_down": (width, rows)}
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
+    tensors = {name: ("Q8_0", data[: n * k // 32 * 34], (n, k)) for name, (n, k) in shapes.items()}
+    norms = ["output_norm.weight", *(f"blk.{i}.{name}_norm.weight" for i in range(5) for name in ("attn", "ffn"))]
+    tensors |= {name: ("F32", np.ones(width, np.float32), (width,)) for name in norms}
+    sizes = {"block_count": 5, "embedding_length": width, "feed_forward_length": rows}
+    metadata = tiny.metadata(**{f"llama.{key}": value for key, value in sizes.items()})
+    source = write_gguf(tmp_path / "x.gguf", metadata, tensors)
     assert source.stat().st_size > 90 << 20
     script = """
 import sys, threading
@@ -279,7 +288,7 @@ def watch():
     global peak, peak_mapped
     while not done.wait(0.001):
         peak, peak_mapped = max(peak, anonymous()), max(peak_mapped, mapped())
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 convert(source, sys.argv[2], builtin("i8"), max_ram=int(sys.argv[3]), workers=4)
 done.set()

@@ -151,7 +151,9 @@ def test_journalled_bytes_that_changed_are_written_again(tmp_path: Path, whole: 
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("change", [{"provenance": {"source": "another"}}, {"tokenizer": b"x"}, {"metadata": {"a": 1}}])
+@pytest.mark.parametrize(
+    "change", [{"provenance": {"source": "another"}}, {"chat_template": "x"}, {"metadata": {"a": 1}}]
+)
 def test_another_plan_starts_from_nothing(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "x"
     with PackWriter.open(path, sample_plan()) as w:
@@ -161,6 +163,26 @@ def test_another_plan_starts_from_nothing(tmp_path: Path, change: dict[str, obje
         complete(w)
     write_sample(tmp_path / "fresh", sample_plan(**change))
     assert path.read_bytes() == (tmp_path / "fresh").read_bytes()
+
+
+def test_slices_come_before_the_tokenizer(tmp_path: Path) -> None:
+    """A plan without tokenizer is enough to begin; where a crash leaves it, one with a tokenizer goes on."""
+    ready = sample_plan(tokenizer=b"t" * 10_000)
+    write_sample(tmp_path / "fresh", ready)
+    for name, later in (("extended", False), ("resumed", True)):
+        path = tmp_path / name
+        with PackWriter.open(path, sample_plan(tokenizer=b"")) as w:
+            fill(w)
+            if not later:
+                w.extend(ready)
+                complete(w)
+            with pytest.raises(ValueError, match="other entries"):
+                w.extend(sample_plan(metadata={"a": 1}))
+        if later:
+            with PackWriter.open(path, ready) as w:
+                assert w.resumed > 3
+                complete(w)
+        assert path.read_bytes() == (tmp_path / "fresh").read_bytes()
 
 
 def test_a_part_that_was_cut_or_a_journal_that_is_none_start_from_nothing(tmp_path: Path, whole: bytes) -> None:

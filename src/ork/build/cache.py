@@ -12,8 +12,8 @@ import xxhash
 from ork.build.convert import convert
 from ork.errors import StorageError, UsageError
 from ork.pack.format import MAGIC
-from ork.quant.recipe import builtin
-from ork.sources.base import open_source
+from ork.quant.recipe import Recipe, builtin
+from ork.sources.base import Source, open_source
 from ork.sources.hub import home
 
 CONVERTER = 1  # counts the changes of what a conversion makes of the same source
@@ -50,20 +50,25 @@ def cached_pack(
         return path
     with contextlib.closing(open_source(path)) as source:
         recipe = builtin(codec, rotate=rotate)
-        plain = "" if recipe.default.rotate or codec == "f32" else "-norotate"
-        stem = path.stem if path.is_file() else path.name
-        # The digest covers the headers; size and time of the files stand for the data, which is not read for a name.
-        identity = (CONVERTER, source.digest(), _stamps(path))
-        stamp = xxhash.xxh3_64_hexdigest(repr(identity).encode())
-        target = home() / "packs" / f"{stem}-{stamp}-{codec}{plain}.orkpack"
+        target = place_of(path, source, recipe)
         if not target.exists():
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StorageError(f"{target.parent}: {error.strerror}; set ORK_HOME to a folder for packs") from None
-            line = f"converting {path.name} once, into {target}"
-            said = announce and partial(announce, line)
+            said = announce and partial(announce, f"converting {path.name} once, into {target}")
             convert(source, target, recipe, max_ram=max_ram, progress=progress, announce=said)
+    return target
+
+
+def place_of(path: Path, source: Source, recipe: Recipe) -> Path:
+    """Where the cache keeps the pack of a source, in a folder that is there. Raises StorageError."""
+    plain = "" if recipe.default.rotate or recipe.default.codec == "f32" else "-norotate"
+    stem = path.stem if path.is_file() else path.name
+    # The digest covers the headers; size and time of the files stand for the data, which is not read for a name.
+    identity = (CONVERTER, source.digest(), _stamps(path))
+    stamp = xxhash.xxh3_64_hexdigest(repr(identity).encode())
+    target = home() / "packs" / f"{stem}-{stamp}-{recipe.name}{plain}.orkpack"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{target.parent}: {error.strerror}; set ORK_HOME to a folder for packs") from None
     return target
 
 

@@ -68,8 +68,11 @@ class PlannedSource:
         return self.source.rows(name, 0, self.source.tensors[name].rows).reshape(r.shape)
 
 
-def check_model(plan: PackPlan, source: Source) -> None:
-    """Raises SourceError naming the tensor that is missing, of the wrong shape, or of no use to the architecture."""
+def check_model(plan: PackPlan, source: Source) -> list[TensorSpec]:
+    """The weights in the order of a pass.
+
+    Raises SourceError naming the tensor that is missing, of the wrong shape, or of no use to the architecture.
+    """
     planned = PlannedSource(plan, source)
     nowhere = cast(Device, None)  # building a model places nothing
     ops = Ops(Stream(planned, nowhere), nowhere)
@@ -84,3 +87,4 @@ def check_model(plan: PackPlan, source: Source) -> None:
                 f"{source.path}: tensor {name} has no place in the architecture {arch}: this is a variant of it that "
                 "ork does not know"
             )
+    return models.order_of_pass(ops)

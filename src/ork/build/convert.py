@@ -35,8 +35,11 @@ SAMPLE_BYTES = 4096
 RAW_LIMIT = 1 << 22  # elements of a tensor that is stored as it is
 
 
-def plan_pack(source: Source, recipe: Recipe) -> PackPlan:
-    """Every tensor, size and offset of the pack. Raises SourceError for what cannot be converted."""
+def plan_pack(source: Source, recipe: Recipe, *, tokenizer: bytes | None = None) -> PackPlan:
+    """Every tensor, size and offset of the pack. Raises SourceError for what cannot be converted.
+
+    `tokenizer` is the ready one, built here if it is not given: what takes longest of a plan.
+    """
     models.check_architecture(source.metadata.get("general.architecture"))
     tensors, raws, widths = [], [], set()
     for t in source.tensors.values():
@@ -54,7 +57,7 @@ def plan_pack(source: Source, recipe: Recipe) -> PackPlan:
         tensors,
         raws,
         metadata=source.metadata,
-        tokenizer=build_tokenizer(source.metadata),
+        tokenizer=build_tokenizer(source.metadata) if tokenizer is None else tokenizer,
         chat_template=str(source.metadata.get("tokenizer.chat_template", "")),
         recipe=recipe.record(),
         provenance={"source": source.digest(), "data": _data_sample(source), "tensors": len(source.tensors)},
@@ -131,19 +134,10 @@ def convert(
     `announce` is called when the source has been found good, before the first byte is written.
     Holds at most `max_ram` bytes beyond the mapped source. Raises SourceError, PackError, StorageError, UsageError.
     """
-    _check_target(Path(target))
+    check_target(Path(target))
     plan = plan_pack(source, recipe)
     check_model(plan, source)
-    largest = max(
-        (plan.layout(s.entry).n * t.shape[1] * 4 for t in plan.tensors for s in plan.entries(t.name)), default=0
-    )
-    fixed = 2 * sum(map(len, plan.sections.values())) + (32 << 20)
-    each = WORKING_COPIES * largest
-    if max_ram < fixed + each:
-        raise UsageError(
-            f"--max-ram {max_ram >> 20} MiB is too little: this model needs {(fixed + each >> 20) + 1} MiB"
-        )
-    count = max(1, min(workers or os.cpu_count() or 1, (max_ram - fixed) // max(each, 1)))
+    count = workers_within(plan, max_ram, workers)
     total = sum(plan.nbytes(e) for e in range(len(plan)))
     if announce:
         announce()
@@ -158,7 +152,21 @@ def convert(
     return Path(target)
 
 
-def _check_target(target: Path) -> None:
+def workers_within(plan: PackPlan, max_ram: int, workers: int | None = None) -> int:
+    """Threads that may convert at a time. Raises UsageError if not even one fits."""
+    largest = max(
+        (plan.layout(s.entry).n * t.shape[1] * 4 for t in plan.tensors for s in plan.entries(t.name)), default=0
+    )
+    fixed = 2 * sum(map(len, plan.sections.values())) + (32 << 20)
+    each = WORKING_COPIES * largest
+    if max_ram < fixed + each:
+        raise UsageError(
+            f"--max-ram {max_ram >> 20} MiB is too little: this model needs {(fixed + each >> 20) + 1} MiB"
+        )
+    return max(1, min(workers or os.cpu_count() or 1, (max_ram - fixed) // max(each, 1)))
+
+
+def check_target(target: Path) -> None:
     """Nothing but a pack is ever overwritten, the source least of all."""
     try:
         if target.is_dir():

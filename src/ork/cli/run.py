@@ -28,6 +28,7 @@ from ork.errors import UsageError
 
 if TYPE_CHECKING:
     from ork.api import LoadedModel
+    from ork.build.running import RunningPack
     from ork.emulator.kernel import EmulatedKernel
     from ork.engine.session import Stats
     from ork.pack.reader import Pack
@@ -91,9 +92,13 @@ def run(args: argparse.Namespace) -> int:
     text = None if interactive else _prompt(args)
     with faulty_board(args.fault, args.device) as board, _load(args, board) as model, _traced(model, args.trace):
         if args.chat:
-            return _chat(model, args, text, sampling)
-        assert text is not None
-        return _complete(model, args, text, sampling)
+            code = _chat(model, args, text, sampling)
+        else:
+            assert text is not None
+            code = _complete(model, args, text, sampling)
+        if code == 0:
+            _finish(model)
+        return code
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -119,24 +124,29 @@ def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[Lo
     from ork.api import NGRAM, LoadedModel
 
     draft_path = resolve(args.draft) if args.draft not in (None, NGRAM) else None
-    pack = _open(args, resolve(args.model), codec=args.codec, rotate=not args.no_rotate)
-    draft = _open(args, draft_path, codec="i8", rotate=True) if draft_path else args.draft
-    with LoadedModel(
-        pack,
-        device=args.device,
-        threads=args.threads,
-        context=args.context,
-        kv=args.kv,
-        min_rows=args.min_rows,
-        board=board,
-        preload=args.preload,
-        **window_options(args),
-    ) as model:
-        if not args.json:
-            say_ready(model)
-        if draft is not None:
-            model.use_draft(draft, most=args.draft_max, threads=args.threads)
-        yield model
+    with contextlib.ExitStack() as packs:
+        pack = _open(args, resolve(args.model), codec=args.codec, rotate=not args.no_rotate)
+        packs.callback(pack.close)
+        draft: Any = args.draft
+        if draft_path:
+            draft = _open(args, draft_path, codec="i8", rotate=True)
+            packs.callback(draft.close)
+        with LoadedModel(
+            pack,
+            device=args.device,
+            threads=args.threads,
+            context=args.context,
+            kv=args.kv,
+            min_rows=args.min_rows,
+            board=board,
+            preload=args.preload,
+            **window_options(args),
+        ) as model:
+            if not args.json:
+                say_ready(model)
+            if draft is not None:
+                model.use_draft(draft, most=args.draft_max, threads=args.threads)
+            yield model
 
 
 @contextlib.contextmanager
@@ -157,18 +167,50 @@ def _traced(model: LoadedModel, path: Path | None) -> Iterator[None]:
         trace.save(path)
 
 
-def _open(args: argparse.Namespace, path: Path, *, codec: str, rotate: bool) -> Pack:
-    from ork.build.cache import cached_pack
-    from ork.pack.reader import Pack
+def _open(args: argparse.Namespace, path: Path, *, codec: str, rotate: bool) -> Pack | RunningPack:
+    from ork.build.running import RunningPack, open_running
 
-    max_ram = parse_size(args.max_ram)
-    with progress_bar("converting") as progress:
-        found = cached_pack(path, codec=codec, rotate=rotate, max_ram=max_ram, progress=progress, announce=say)
-    pack = Pack.open(found)
-    if args.verify:
+    pack = open_running(path, codec=codec, rotate=rotate, max_ram=parse_size(args.max_ram), announce=say)
+    if args.verify and not isinstance(pack, RunningPack):  # what is made now needs no check
         with progress_bar("verifying") as progress:
             pack.verify(progress)
     return pack
+
+
+def _until_text(model: LoadedModel, pieces: Iterator[str]) -> Iterator[str]:
+    """The same pieces; until the first one a bar shows how far a first run's conversion is."""
+    with _converting(model.pack):
+        first = next(pieces, None)
+    if first is not None:
+        yield first
+        yield from pieces
+
+
+@contextlib.contextmanager
+def _converting(pack: Any) -> Iterator[None]:
+    from ork.build.running import RunningPack
+
+    if not isinstance(pack, RunningPack) or pack.finished:
+        yield
+        return
+    with progress_bar("converting") as progress:
+        pack.watch(progress)
+        try:
+            yield
+        finally:
+            pack.watch(None)
+
+
+def _finish(model: LoadedModel) -> None:
+    """After a first run's text: the rest of its pack, and of its draft's."""
+    from ork.build.running import RunningPack
+
+    draft = None if model.draft is None or isinstance(model.draft, str) else model.draft.pack
+    for pack in (model.pack, draft):
+        if isinstance(pack, RunningPack) and not pack.finished:
+            say(f"writing the rest of {pack.path}; Ctrl-C leaves it to the next run")
+            with _converting(pack):
+                pack.finish()
 
 
 def _complete(model: LoadedModel, args: argparse.Namespace, text: str, sampling: dict[str, Any]) -> int:
@@ -176,7 +218,7 @@ def _complete(model: LoadedModel, args: argparse.Namespace, text: str, sampling:
 
     stats = Stats()
     pieces = model.generate(text, max_tokens=args.max_tokens, stop=args.stop, stats=stats, **sampling)
-    answer = _stream(pieces, stats, quiet=args.json)
+    answer = _stream(_until_text(model, pieces), stats, quiet=args.json)
     _report(model, args, stats, answer)
     return 130 if stats.reason == "interrupted" else 0
 
@@ -195,7 +237,7 @@ def _chat(model: LoadedModel, args: argparse.Namespace, text: str | None, sampli
                 return 0
         stats = Stats()
         pieces = chat.send(text, max_tokens=args.max_tokens, stop=args.stop, stats=stats, **sampling)
-        answer = _stream(pieces, stats, quiet=args.json)
+        answer = _stream(_until_text(model, pieces), stats, quiet=args.json)
         _report(model, args, stats, answer)
         text = None
         if once:

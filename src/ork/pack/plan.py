@@ -91,7 +91,7 @@ class PackPlan:
     """The whole file but for its blobs. Raises PackError, naming the tensor, for what the format cannot hold.
 
     `recipe` and `provenance` are JSON objects; `provenance` must not hold a time, host or path (same source, same
-    bytes), and should identify the source's bytes, because a resumed conversion trusts blobs of an equal plan.
+    bytes), and should identify the source's bytes, because a resumed conversion trusts blobs of a plan of equal `hash`.
     """
 
     def __init__(
@@ -152,7 +152,10 @@ class PackPlan:
         self.table = dict(zip(SECTIONS, section_table(offset, sizes)))
         self.file_bytes = sum(self.table["notes"])
         self.header = self._header()
-        self.hash = hash_of(b"".join((self.header, self.entry_records.tobytes(), *self.sections.values())))
+        # What entries depend on, which is what a resumed conversion must not mix. The tokenizer follows from the
+        # metadata: the first slices are written before it is built.
+        parts = [self.entry_records.tobytes(), *(self.sections[s] for s in self.sections if s != "tokenizer")]
+        self.hash = hash_of(VERSION.to_bytes(4, "little") + b"".join(map(hash_of, parts)))
 
     def __len__(self) -> int:
         """Entries to write: slices, then raw tensors."""

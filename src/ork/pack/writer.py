@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ork.errors import PackError, StorageError, UsageError
-from ork.pack.format import FOOT, HASH_AT, HASHED, NOTES_AREA, hash_of
+from ork.errors import PackBusy, PackError, StorageError
+from ork.pack.format import FOOT, HASH_AT, HASHED, NOTES_AREA, SECTIONS, hash_of
 from ork.pack.journal import Journal, write_all
 from ork.pack.plan import PackPlan
 
@@ -69,7 +69,7 @@ class PackWriter:
         """Creates `path`.part with all its space, or resumes one of the same plan: entries that its journal names are
         hashed again and taken over if they match.
 
-        Raises StorageError (disk full: nothing is left behind; no permission; no such folder) and UsageError (another
+        Raises StorageError (disk full: nothing is left behind; no permission; no such folder) and PackBusy (another
         process writes the same path).
         """
         return cls(os.fspath(path), plan, progress, hook)
@@ -78,9 +78,15 @@ class PackWriter:
         """Entry ids still to be written, in canonical order; one that another thread has taken since is left out."""
         return (entry for entry in range(len(self.plan)) if not self._state[entry])
 
-    def write(self, entry: int, blob: Any) -> None:
+    @property
+    def full(self) -> bool:
+        """Whether a batch waits for `sync`."""
+        return self._pending_bytes >= BATCH
+
+    def write(self, entry: int, blob: Any, *, sync: bool = True) -> None:
         """Store the blob (any contiguous buffer of exactly the planned size) of an entry. Safe from any thread.
 
+        The thread that fills a batch brings it to the disk, unless `sync` is off and another thread calls `sync`.
         Raises ValueError for a wrong size or an entry written before, StorageError if the disk refuses.
         """
         view = memoryview(blob).cast("B")
@@ -106,17 +112,25 @@ class PackWriter:
             self._pending.append((entry, digest))
             self._pending_bytes += nbytes
             self._done += nbytes
-            done, full = self._done, self._pending_bytes >= BATCH
+            done = self._done
         self._progress(done, self._total)
-        if full:
-            self._sync()
+        if sync and self.full:
+            self.sync()
+
+    def extend(self, plan: PackPlan) -> None:
+        """Takes the place of a plan that had no tokenizer yet. Raises ValueError for another one, StorageError."""
+        if plan.hash != self.plan.hash:
+            raise ValueError(f"{self.path}: the plan is of other entries")
+        self.plan = plan
+        with self._storage():
+            self._reserve()
 
     def finish(self) -> None:
         """Index, footer, fsync, rename, fsync of the folder. Raises PackError if entries are missing."""
         missing = len(self._state) - self._state.count(2)
         if missing:
             raise PackError(f"{self.path}: {missing} of {len(self.plan)} entries are not written yet")
-        self._sync()
+        self.sync()
         plan, sections = self.plan, {**self.plan.sections, "entries": self._entries.tobytes()}
         footer = footer_page({"header": plan.header, **sections})
         with self._storage():
@@ -168,17 +182,17 @@ class PackWriter:
                     return fd
             except BlockingIOError:
                 os.close(fd)
-                raise UsageError(f"{self.path}: another process is writing it; wait or choose another path") from None
+                raise PackBusy(f"{self.path}: another process is writing it; wait or choose another path") from None
             except FileNotFoundError:
                 pass
             os.close(fd)
 
     def _start(self) -> Journal:
         journal = Journal(self._journal_path, self.plan.hash)
-        resuming = journal.records is not None and os.fstat(self._fd).st_size == self.plan.file_bytes
+        end = self.plan.table[SECTIONS[0]][0]  # of the entries; behind it nothing is taken over
+        resuming = journal.records is not None and os.fstat(self._fd).st_size >= end
         try:
-            if not resuming:
-                os.ftruncate(self._fd, 0)
+            os.ftruncate(self._fd, end if resuming else 0)
             self._reserve()
             if resuming:
                 self._take_over(journal.records or {})
@@ -216,8 +230,8 @@ class PackWriter:
                 self._done += nbytes
                 self._progress(self._done, self._total)
 
-    def _sync(self) -> None:
-        """Bring what is pending to the disk, then name it in the journal."""
+    def sync(self) -> None:
+        """Bring what is pending to the disk, then name it in the journal. Raises StorageError."""
         with self._sync_lock:
             with self._lock:
                 batch, self._pending, self._pending_bytes = self._pending, [], 0
