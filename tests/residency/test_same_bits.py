@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,34 @@ def test_tiny_models(
     for a, b in zip(got, want):
         assert (bits(a) == bits(b)).all()
     assert stats.resident_bytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "emu"])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_op_that_fails_half_way_leaves_the_window_usable(
+    models: dict[str, tuple[Path, list[npt.NDArray[np.float32]]]],
+    device: str,
+    prefetch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, want = models["llama"]
+    with ork.load(path, device=device, window=6 * 24576, prefetch=prefetch) as model:
+        linear, left = model.device.linear, [7]
+
+        def fails(*args: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            linear(*args)
+
+        for _ in range(3):
+            left[0] = 7
+            monkeypatch.setattr(model.device, "linear", fails)
+            with pytest.raises(KeyboardInterrupt) as kept:  # whose frames live on
+                model.logits(TOKENS)
+            monkeypatch.undo()
+            assert (bits(model.logits(TOKENS)) == bits(want[0])).all()
+            del kept
 
 
 # --- real models

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -117,6 +119,33 @@ def test_any_order_of_ops(
         assert asked == w.stats.hits + w.stats.waits
         assert w.stats.loads == len(source.reads)
         assert w.stats.moved_bytes == w.stats.loads * BLOB
+
+    within(DEADLINE, act)
+    assert device.live == w.stats.resident_bytes == 0
+
+
+@given(sizes, orders, st.integers(1, 3), st.booleans(), st.sets(st.integers(0, 60), max_size=12))
+def test_reads_that_fail_now_and_then(
+    sizes: list[int], ops: list[tuple[list[int], int]], cores: int, prefetch: bool, bad: set[int]
+) -> None:
+    """An op reads the right bytes or raises; what follows finds the window whole."""
+    numbers = itertools.count()
+
+    def fail(key: Key) -> None:
+        if next(numbers) in bad:
+            raise StorageError(f"no {key}")
+
+    tensors = [tensor(f"t{i}", n) for i, n in enumerate(sizes)]
+    w, _, device = window(tensors, cores + 1, cores=cores, prefetch=prefetch, fail=fail)
+
+    def act() -> None:
+        for picks, stop in ops:
+            with contextlib.suppress(StorageError):
+                run(w, [tensors[p % len(tensors)] for p in picks], stop)
+        bad.clear()
+        run(w, tensors)
+        assert device.peak <= w.window
+        w.close()
 
     within(DEADLINE, act)
     assert device.live == w.stats.resident_bytes == 0
