@@ -63,7 +63,7 @@ class CpuDevice:
     """Computes on the host's cores with the instruction set chosen at run time."""
 
     name = "cpu"
-    cores = 1  # all threads share one slice
+    cores: int  # slices computed at a time; all threads share each
 
     def __init__(self, threads: int | None = None):
         count = default_threads() if threads is None else threads
@@ -74,6 +74,8 @@ class CpuDevice:
             raise UsageError(f"ORK_ISA={asked}: this processor runs {', '.join(native.isa_names())}")
         native.set_threads(count)
         self.threads = count
+        # two in hand and one on its way: half as many joins of the team, and the disk has more than one read to do
+        self.cores = min(count, 2)
         self.isa = native.isa()
 
     def copies(self, spec: SliceSpec) -> bool:
