@@ -400,3 +400,22 @@ def test_a_stream_counts_too_and_names_what_comes_late() -> None:
     s.close()
     assert device.live == s.stats.resident_bytes == 0
     assert np.all(list(s.stats.domains.values()) == [0])
+
+
+def test_a_slice_that_cannot_be_read_ahead_is_not_tried_again_before_it_is_asked_for() -> None:
+    def fail(key: Key) -> None:
+        if key == ("a", 3):
+            raise StorageError("no")
+
+    w, source, _ = window([tensor("a", 6)], 4, cores=3, fail=fail)
+    batches = w.batches(w.tensors)
+    end = time.monotonic() + DEADLINE
+    next(batches)
+    while ("a", 3) not in source.reads and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert source.reads.count(("a", 3)) == 1
+    with pytest.raises(StorageError):
+        list(batches)
+    assert source.reads.count(("a", 3)) == 2
+    w.close()
