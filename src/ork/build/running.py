@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ork.build.cache import is_pack, place_of
 from ork.build.check import PlannedSource, check_model
 from ork.build.convert import Progress, check_target, make_blob, plan_pack, workers_within
-from ork.errors import OrkError, PackBusy, StorageError, UsageError
+from ork.errors import OrkError, PackBusy, SourceError, StorageError, UsageError
 from ork.pack.file import SliceFile
 from ork.pack.index import map_pack
 from ork.pack.plan import PackPlan
@@ -175,9 +175,10 @@ class RunningPack(PlannedSource):
         try:
             with _short_turns():
                 self.tokenizer = build_tokenizer(self.source.metadata)
-        except BaseException:
+        except SourceError:
             self._end()
             writer.abort()
+            self._writer = None
             raise
         plan = self.plan = plan_pack(self.source, self._recipe, tokenizer=self.tokenizer)
         writer.extend(plan)
