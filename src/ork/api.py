@@ -109,7 +109,7 @@ class LoadedModel:
         )
         self.ops = ops = Ops(self.stream, self.device)
         self.model = models.build(ops)
-        self.stream.tensors = models.order_of_pass(ops) if self._window is None else models.cycle(ops)
+        self.stream.tensors = models.cycle(ops)
         config = self.model.config
         if context is not None and not 1 <= context <= config.context:
             raise UsageError(f"-c {context}: this model was trained for contexts of 1 to {config.context}")

@@ -20,12 +20,13 @@ from ork.npu import uabi
 from ork.npu.buffers import IOVA_CEILING
 from ork.npu.driver import Npu
 from ork.npu.kernel import RecordingKernel
+from ork.pack.file import aligned
 from ork.pack.reader import Pack
 from ork.residency.planner import arrange, plan_placement
 from ork.residency.prefetch import Clock, Loader
 from ork.residency.stream import Stream, StreamStats
 from tests import tiny
-from tests.residency.fakes import FakeSource, tensor
+from tests.residency.fakes import BLOB, FakeSource, tensor
 
 TOKENS = [(7 * i) % tiny.VOCAB for i in range(40)]
 MEMORY_CALLS = {"open", "close", "mmap", "munmap", "VERSION", "ACTION", "MEM_CREATE", "MEM_MAP", "MEM_SYNC"}
@@ -143,9 +144,25 @@ def test_a_placement_is_noted_and_used_again(path: Path) -> None:
 
 
 def test_sixteen_domains_and_not_one_more(path: Path) -> None:
-    with ork.load(path, device="emu", domains=16) as model:
-        assert model.ready is not None
-        assert len(model.ready.domains) == 16
+    """A slice in each; every one of them is computed with."""
+    tensors = [tensor(f"blk.{i}.w", 1) for i in range(16)]
+    board, cpu = EmulatedKernel(), CpuDevice(1)
+    device = NpuDevice(Npu.open(board), cpu, name="emu")
+    source = FakeSource(tensors)
+    stream = Stream(source, device)  # type: ignore[arg-type]
+    stream.tensors = tensors
+    arrange(stream, device.capacity(), domains=16)
+    ready = stream.reside()
+    assert ready.domains == dict.fromkeys(range(16), BLOB)
+    a8 = np.random.default_rng(1).integers(-127, 128, (3, 64), dtype=np.int8)
+    for t in tensors:
+        blob = aligned(BLOB)
+        source.read_into(t.name, 0, blob)
+        want = cpu.accumulators(cpu.place(t.slices[0], blob), a8)
+        assert (device.accumulators(stream.handles(t)[0], a8) == want).all()
+    stream.close()
+    device.close()
+    assert (board.stats.live_buffers, board.report.violations) == (0, [])
     with pytest.raises(UsageError, match="--domains 17: this device has domains 1 to 16"):
         ork.load(path, device="emu", domains=17)
     with pytest.raises(UsageError, match="--domains 2"):
@@ -236,3 +253,14 @@ def test_damaged_notes_hold_nobody_up(path: Path) -> None:
     with ork.load(path, device="emu", domains=2) as model:
         assert model.placement is not None
         assert len(model.placement.bytes) == 2
+
+
+def test_an_embedding_that_is_only_looked_up_takes_no_npu_memory(path: Path) -> None:
+    with ork.load(path, device="emu", preload=True) as model, ork.load(path, device="cpu") as cpu:
+        tensors = {t.name for t in model.stream.tensors}
+        assert "output.weight" in tensors
+        assert "token_embd.weight" not in tensors
+        before = model.stream.stats.resident_bytes
+        assert (model.logits(TOKENS) == cpu.logits(TOKENS)).all()
+        assert model.stream.stats.resident_bytes == before
+        assert model.stream.stats.lazy == 0

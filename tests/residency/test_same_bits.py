@@ -32,7 +32,7 @@ PAIRS = [
     (6 * 24576, True, 2, 2, "emu", "llama"),
     (6 * 24576, False, 1, 1, "emu", "gemma3"),
     (None, True, 2, 1, "emu", "gemma3"),
-    (None, True, 16, 2, "emu", "llama"),
+    (None, True, 15, 2, "emu", "llama"),  # a slice each
     (6 * 24576, True, 2, 1, "hybrid", "gemma3"),
 ]
 

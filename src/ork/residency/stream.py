@@ -137,6 +137,7 @@ class Stream:
         self.tensors: list[TensorSpec] = []
         self._placement: Mapping[tuple[str, int], int] = {}
         self._handles: dict[str, list[Handle]] = {}
+        self._looked_up: dict[tuple[str, int], native.Slice] = {}
         self._batches: dict[tuple[str, ...], Batch] = {}
         self._ready: Ready | None = None
 
@@ -159,7 +160,20 @@ class Stream:
         yield batch
 
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
-        return nullcontext([self.device.host(h) for h in self.handles(tensor)])
+        if tensor.name in self._handles or any(t.name == tensor.name for t in self.tensors):
+            return nullcontext([self.device.host(h) for h in self.handles(tensor)])
+        # only looked up, never multiplied with: the slices that are needed, where they lie
+        width = tensor.slices[0].n1 - tensor.slices[0].n0
+        needed = sorted({int(c) // width for c in columns if 0 <= c < tensor.N})
+        return nullcontext([self._look_up(tensor, i) for i in needed])
+
+    def _look_up(self, tensor: TensorSpec, index: int) -> native.Slice:
+        key = (tensor.name, index)
+        held = self._looked_up.get(key)
+        if held is None:
+            held = self.device.host_slice(tensor.slices[index], self.source.blob(*key))
+            self._looked_up[key] = held
+        return held
 
     def handles(self, tensor: TensorSpec) -> list[Handle]:
         """All slices of a tensor, placed now if they are not yet."""
@@ -237,4 +251,5 @@ class Stream:
             self._free(self.source.spec(name), handles)
         self._handles.clear()
         self._batches.clear()
+        self._looked_up.clear()
         self._ready = None
