@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -119,6 +120,7 @@ def slice_columns(codec: str, K: int, N: int, group: int = 0) -> list[tuple[int,
     return [(n0, min(n0 + width, Np)) for n0 in range(0, Np, width)]
 
 
+@lru_cache(maxsize=1024)
 def slice_layout(codec: str, K: int, n: int, group: int = 0) -> SliceLayout:
     """Offsets and sizes of the parts of a blob. `n` is a multiple of 64, K is padded here."""
     c, K = CODECS[codec], pad_k(K)

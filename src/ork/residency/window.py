@@ -54,6 +54,7 @@ class Window:
         self._loader: Loader | None = None
         self._clock = Clock(self.stats)
         self._pieces: OrderedDict[tuple[str, int], Piece] = OrderedDict()
+        self._piece_bytes = 0
 
     def reside(self) -> Ready:
         """Plans the window, fills what stays, makes the slots. Raises UsageError for a window that is too small."""
@@ -203,9 +204,10 @@ class Window:
             SliceSpec(tensor.name, s.codec, s.K, s.Kp, s.ks, column, column + GATHER, s.group), memory
         )
         self._pieces[key] = made, memory
-        self.stats.scratch_bytes = max(self.stats.scratch_bytes, sum(m.nbytes for _, m in self._pieces.values()))
+        self._piece_bytes += memory.nbytes
+        self.stats.scratch_bytes = max(self.stats.scratch_bytes, self._piece_bytes)
         if len(self._pieces) > GATHERED:
-            self._pieces.popitem(last=False)
+            self._piece_bytes -= self._pieces.popitem(last=False)[1][1].nbytes
         return made, memory
 
     def close(self) -> None:
@@ -219,5 +221,6 @@ class Window:
             self.device.free_slot(slot)
             self.stats.resident(-nbytes, domain)
         self._pieces.clear()
+        self._piece_bytes = 0
         self.plan = None
         self._ready = None
