@@ -47,6 +47,8 @@ bench: env
 	$(BIN)/python bench/emu_exec.py
 	$(BIN)/python bench/peers.py --setup
 	$(BIN)/python bench/peers.py
+	$(BIN)/python bench/streaming.py
+	$(BIN)/python bench/memory_cap.py
 	$(BIN)/python bench/llamacpp_logits.py
 	$(BIN)/python bench/quality_i8.py
 
