@@ -82,8 +82,8 @@ def load(pack: Path, device: str, threads: int, window: int | None = None, prefe
 
 
 def ready(pack: Path, threads: int, rounds: int) -> dict[str, Any]:
-    """Seconds of `reside` on the emulated board and of the copy, by turns; the first turn, in which a virtual machine may
-    be given its memory, does not count."""
+    """Seconds of `reside` on the emulated board and of the copy, by turns; the first turn, in which a virtual machine
+    may be given its memory, does not count."""
     ours, copies = [], []
     for _ in range(rounds + 1):
         with load(pack, "emu", threads) as model:
@@ -198,8 +198,8 @@ def ready_row(model: str, pack: Path, threads: int, rounds: int, conversion: flo
         f"{took:.3f} ({min(times):.3f})",
         f"{copied:.3f} ({min(copies):.3f})",
         f"{took / copied:.2f} ({min(times) / min(copies):.2f}){_verdict(took / copied <= GOALS['ready'])}",
-        f"{(conversion + took) / took:.1f}",
-        f"{1e3 * per_slice:.1f} / {1e3 * slice_seconds:.2f} = {per_slice / slice_seconds:.1f}",
+        f"{(conversion + took) / took:.1f}" if conversion else "",
+        f"{1e3 * per_slice:.1f} / {1e3 * slice_seconds:.2f} = {per_slice / slice_seconds:.1f}" if conversion else "",
         f"{busy:.1f}" + " **not idle**" * (busy > BUSY),
     ]
     return f"| {' | '.join(cells)} |"
@@ -296,7 +296,7 @@ def main() -> None:
             path = gguf_file(model)
             start = time.perf_counter()
             pack = args.pack or fresh_pack(path, Path(folder))
-            conversion = float("nan") if args.pack else time.perf_counter() - start
+            conversion = 0.0 if args.pack else time.perf_counter() - start
             if args.only != "windows":
                 ready_rows.append(ready_row(path.stem, pack, args.threads, 2 * args.rounds + 1, conversion))
             if args.only != "ready":
