@@ -286,6 +286,8 @@ class RunningPack(PlannedSource):
                 writer.sync()
                 continue
             writer.finish()
+            for name in self.source.tensors:  # what the system read in beside the rows that were asked for
+                self.source.release(name)
             with self._changed:
                 self.finished = True
                 self._changed.notify_all()
