@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ork.devices.base import Capacity, SliceSpec
 from ork.errors import UsageError
-from ork.residency.cache import pages, plan_window
+from ork.pack.format import align
+from ork.residency.cache import plan_window
 from ork.residency.planner import Sized, plan_placement, recorded
 from ork.residency.stream import TensorSpec
 
@@ -150,7 +151,7 @@ def test_a_window_keeps_the_longest_prefix_that_leaves_room_for_the_slots(
     shapes: list[tuple[int, int]], cores: int, extra: int
 ) -> None:
     tensors = [_tensor(f"t{i}", K, 64 * n) for i, (K, n) in enumerate(shapes)]
-    sizes = [pages(t.blob_bytes(i)) for t in tensors for i in range(len(t.slices))]
+    sizes = [align(t.blob_bytes(i)) for t in tensors for i in range(len(t.slices))]
     keys = [(t.name, i) for t in tensors for i in range(len(t.slices))]
     window = (cores + 1) * max(sizes) + 4096 * extra
     plan = plan_window(tensors, window, cores)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from ork import native, tiles
 from ork.devices.base import Capacity, SliceSpec, Slot
 from ork.errors import UsageError
+from ork.pack.format import align
 
-PAGE = 4096
 CODEC_IDS = {"f32": 0, "i8": 1}
 SYS_CPU = Path("/sys/devices/system/cpu")
 
@@ -53,7 +53,7 @@ class CpuSlot:
 
 def _room(nbytes: int) -> npt.NDArray[np.uint8]:
     """Whole pages, in huge ones where the system gives them: a product walks a slot from end to end."""
-    room = mmap.mmap(-1, max(PAGE, -(-nbytes // PAGE) * PAGE))
+    room = mmap.mmap(-1, align(max(1, nbytes)))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         room.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(room, np.uint8)
@@ -89,7 +89,7 @@ class CpuDevice:
         return CpuSlot(_room(nbytes))
 
     def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
-        starts = list(accumulate((-(-nbytes // PAGE) * PAGE for nbytes in sizes), initial=0))
+        starts = list(accumulate(map(align, sizes), initial=0))
         room = _room(starts[-1])  # one: a slot alone is often too small for a huge page
         return [CpuSlot(room[start:end]) for start, end in pairwise(starts)]
 

@@ -22,13 +22,13 @@ from ork.errors import NpuError, SubmitFailed
 from ork.npu.buffers import DmaBuffer
 from ork.npu.driver import Npu, Prepared
 from ork.npu.jobs import Int8Job
+from ork.pack.format import align
 
 MIN_ROWS = 32  # below, a submit costs more than the CPU's product (published: M = 16 loses, 32 wins)
 INPUT_BYTES = 16 << 20  # scratch per domain: quantised rows
 OUTPUT_BYTES = 64 << 20  # and int32 sums
 PROGRAM_BYTES = 32 << 20  # left for programs and tasks, and for slots that are alone in their buffer
 REGION_BYTES = 16 << 20  # slices that stay share buffers: fewer calls, and huge pages; the size imports work with
-PAGE = 4096
 LINE = 64  # outputs of programs that run at once share no cache line
 SPREAD_MACS = 64 << 20  # from here on an op is cut up for all cores; smaller ones are one chain on one core
 PLANS = 1024  # prepared ops that are kept; each row count of each op is one
@@ -181,7 +181,7 @@ class NpuDevice:
         """In buffers of 16 MiB, each given back with its last slot. Raises NpuError when the domain has no room."""
         slots: list[NpuSlot] = []
         try:
-            for group in _packed([-(-nbytes // PAGE) * PAGE for nbytes in sizes], REGION_BYTES):
+            for group in _packed([align(nbytes) for nbytes in sizes], REGION_BYTES):
                 region = self._region(sum(group), len(group), domain)
                 starts = accumulate(group, initial=0)
                 slots += [NpuSlot(region, start, nbytes) for start, nbytes in zip(starts, group)]

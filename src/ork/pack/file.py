@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ork.errors import PackDamaged, StorageError
+from ork.pack.format import align
 
 Bytes = npt.NDArray[np.uint8]
-PAGE = 4096
 LIBC = ctypes.CDLL(None)
 
 
 def aligned(nbytes: int) -> Bytes:
     """Anonymous page-aligned memory of at least `nbytes`, whole pages."""
-    return np.frombuffer(mmap.mmap(-1, max(PAGE, -(-nbytes // PAGE) * PAGE)), np.uint8)
+    return np.frombuffer(mmap.mmap(-1, align(max(1, nbytes))), np.uint8)
 
 
 class SliceFile:
@@ -51,7 +51,7 @@ class SliceFile:
         if self._mapped and self._cached(offset, nbytes):
             self._fill(self._fd, offset, memory[:nbytes], nbytes)
             return
-        whole = min(-(-nbytes // PAGE) * PAGE, memory.nbytes)
+        whole = min(align(nbytes), memory.nbytes)
         if self.direct:
             try:
                 self._fill(self._direct, offset, memory[:whole], nbytes)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ork.errors import UsageError
+from ork.pack.format import align
 from ork.residency.stream import TensorSpec
-
-PAGE = 4096
 
 Key = tuple[str, int]  # tensor, index of the slice
 
@@ -45,17 +44,12 @@ class WindowPlan:
         )
 
 
-def pages(nbytes: int) -> int:
-    """`nbytes` in whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
 def plan_window(tensors: Sequence[TensorSpec], window: int, cores: int) -> WindowPlan:
     """Divides `window` bytes between the longest prefix of the order that fits and `cores` + 1 slots for the rest.
 
     Raises UsageError with the smallest window if this one is too small.
     """
-    order = [((t.name, i), pages(t.blob_bytes(i))) for t in tensors for i in range(len(t.slices))]
+    order = [((t.name, i), align(t.blob_bytes(i))) for t in tensors for i in range(len(t.slices))]
     total = sum(size for _, size in order)
     if total <= window:
         return WindowPlan(window, tuple(k for k, _ in order), (), total, 0, 0)

@@ -14,7 +14,8 @@ from typing import Any
 
 from ork.devices.base import Capacity
 from ork.errors import UsageError
-from ork.residency.cache import Key, pages
+from ork.pack.format import align
+from ork.residency.cache import Key
 from ork.residency.stream import Streams
 
 Sized = tuple[Key, int]  # a slice and the bytes it is mapped with
@@ -41,7 +42,7 @@ def arrange(stream: Streams, capacity: Capacity, *, domains: int | None = None, 
     Raises UsageError as `plan_placement`."""
     specs = {t.name: t for t in stream.tensors}
     keys, slot_bytes = stream.staying()
-    slices = [((name, i), pages(specs[name].blob_bytes(i))) for name, i in keys]
+    slices = [((name, i), align(specs[name].blob_bytes(i))) for name, i in keys]
     placement = recorded(note, slices, capacity, domains=domains, slot_bytes=slot_bytes)
     if placement is None:
         placement = plan_placement(slices, capacity, domains=domains, slot_bytes=slot_bytes)

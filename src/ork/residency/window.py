@@ -13,7 +13,8 @@ import numpy.typing as npt
 from ork import native, tiles
 from ork.devices.base import Device, Handle, SliceSpec, Slot
 from ork.pack.file import aligned
-from ork.residency.cache import Key, WindowPlan, pages, plan_window
+from ork.pack.format import align
+from ork.residency.cache import Key, WindowPlan, plan_window
 from ork.residency.loading import load_slices, release_frames
 from ork.residency.prefetch import Clock, Loader
 from ork.residency.stream import Batch, Ready, SliceSource, StreamStats, TensorSpec
@@ -120,7 +121,7 @@ class Window:
             by_domain.setdefault(self._placement.get(key, 0), []).append(key)
         slots: dict[Key, Slot] = {}
         for domain, group in by_domain.items():
-            sizes = [pages(specs[name].blob_bytes(index)) for name, index in group]
+            sizes = [align(specs[name].blob_bytes(index)) for name, index in group]
             for key, nbytes, slot in zip(group, sizes, self.device.make_slots(sizes, domain)):
                 slots[key] = self._own(slot, nbytes, domain)
         return [slots[key] for key in keys]
