@@ -73,7 +73,6 @@ struct Partial { float* max; float* sum; float* out; };
 
 struct Kernels {
     const char* name;
-    int panel_rows;         // rows that one pass of linear_i8 takes together
     // out[m][n0 + n] = float(sum_k a[m][k] * w[k][n]) * (scale_a[m] * scale_w[n]) (+ bias), groups [g0, g1) of 32 columns
     void (*linear_i8)(const Rows&, int64_t m0, int64_t m1, const Slice&, int64_t g0, int64_t g1, const Mat& out, const float* bias);
     void (*accumulate_i8)(const Rows&, const Slice&, int64_t g0, int64_t g1, int32_t* out, int64_t stride);
@@ -96,7 +95,7 @@ struct Kernels {
     void (*kv_append)(const KvLayer&, const Mat& k, const Mat& v, const int32_t* slots, int64_t h0, int64_t h1);
     int64_t (*attention_scratch)(const AttentionArgs&, int64_t tile_rows);   // floats a worker needs
     void (*attention_block)(const AttentionArgs&, const Tile&, int64_t kv_head, int64_t block, float* scratch, const Partial&);
-    void (*attention_merge)(const AttentionArgs&, const Tile&, int64_t kv_head, const Partial& into, const Partial& from, bool first);
+    void (*attention_merge)(const AttentionArgs&, const Tile&, const Partial& into, const Partial& from);
     void (*attention_finish)(const AttentionArgs&, const Tile&, int64_t kv_head, const Partial&);
     void (*softmax)(const float* x, int64_t n, float inv_temperature, float* out);   // one row; sums in lanes
     // The machine's own limits, for benchmarks: multiply-adds done in registers alone, and a plain read of memory.

@@ -147,13 +147,13 @@ static void attention_block(const AttentionArgs& a, const Tile& t, int64_t kv_he
     else block_of<false>(a, t, kv_head, block, scratch, p);
 }
 
-static void attention_merge(const AttentionArgs& a, const Tile& t, int64_t, const Partial& into, const Partial& from, bool first) {
+static void attention_merge(const AttentionArgs& a, const Tile& t, const Partial& into, const Partial& from) {
     const int64_t vectors = t.count * (a.heads / a.kv.heads), pad = a.kv.dim_pad;
     const float none = -__builtin_inff();
     for (int64_t i = 0; i < vectors; i++) {
         float* o = into.out + i * pad;
         const float* b = from.out + i * pad;
-        if (first || into.max[i] == none) {
+        if (into.max[i] == none) {
             into.max[i] = from.max[i];
             into.sum[i] = from.sum[i];
             __builtin_memcpy(o, b, sizeof(float) * pad);

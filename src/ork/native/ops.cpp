@@ -257,7 +257,7 @@ void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat
                 const Partial total = at(mine + scratch), one = at(mine + scratch + partial);
                 for (int64_t i = r.first; i <= r.last; i++) {
                     k->attention_block(a, t, head, i, mine, i == r.first ? total : one);
-                    if (i > r.first) k->attention_merge(a, t, head, total, one, false);
+                    if (i > r.first) k->attention_merge(a, t, total, one);
                 }
                 k->attention_finish(a, t, head, total);
             }
@@ -279,7 +279,7 @@ void op_attention(const KvLayer& kv, const Batch& batch, const Mat& q, const Mat
         const Tile& t = tiles[u / kv.heads];
         const BlockRange r = blocks_of(t, window);
         const Partial total = at(partials + u * most_blocks * partial);
-        for (int64_t j = 1; j <= r.last - r.first; j++) k->attention_merge(a, t, u % kv.heads, total, at(partials + (u * most_blocks + j) * partial), false);
+        for (int64_t j = 1; j <= r.last - r.first; j++) k->attention_merge(a, t, total, at(partials + (u * most_blocks + j) * partial));
         k->attention_finish(a, t, u % kv.heads, total);
     }
 }

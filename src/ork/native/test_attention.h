@@ -59,8 +59,9 @@ void attend(const Kernels& k, const AttentionArgs& a, const Tile& tile) {
     const Partial total = {max[0].data(), sum[0].data(), out[0].data()}, one = {max[1].data(), sum[1].data(), out[1].data()};
     for (int64_t h = 0; h < a.kv.heads; h++) {
         for (int64_t b = lowest / KV_BLOCK; b <= (tile.first_position + tile.count - 1) / KV_BLOCK; b++) {
-            k.attention_block(a, tile, h, b, scratch.data(), one);
-            k.attention_merge(a, tile, h, total, one, b == lowest / KV_BLOCK);
+            const bool first = b == lowest / KV_BLOCK;
+            k.attention_block(a, tile, h, b, scratch.data(), first ? total : one);
+            if (!first) k.attention_merge(a, tile, total, one);
         }
         k.attention_finish(a, tile, h, total);
     }
