@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ork.models.config import Config
-from ork.models.layers import Attention, Ends, FeedForward, Rows, make_rope
+from ork.models.layers import Attention, Ends, FeedForward, Model, Rows, State, make_rope
 from ork.ops import Array, Ops
 
 LAYERS_27B = 62  # the 27B scales attention by width / heads, and GGUF has no key for it
@@ -34,7 +34,7 @@ class Block:
         return ops.add(x, ops.norm(y, self.ffn_post_norm, eps))
 
 
-class Gemma3:
+class Gemma3(Model):
     default_pattern = 6  # every sixth layer is global
     local_base = 10000.0
 
@@ -47,11 +47,17 @@ class Gemma3:
         self.ends = Ends(ops, config)
         self.blocks = [Block(ops, config, i) for i in range(config.layers)]
 
-    def forward(self, rows: Rows) -> Array:
+    def begin(self, rows: Rows) -> State:
         ops = self.ops
         x = ops.scale(self.ends.embed(rows), self.config.width**0.5)
         local = ops.rope_table(rows.batch, self.local_rope.inv_freq)
         wide = ops.rope_table(rows.batch, self.global_rope.inv_freq)
-        for block in self.blocks:
-            x = block(x, rows, local if block.local else wide, halves=True)
-        return self.ends.logits(x, rows)
+        return State(x, rows, (local, wide))
+
+    def layer(self, i: int, state: State) -> State:
+        block = self.blocks[i]
+        local, wide = state.tables
+        return replace(state, x=block(state.x, state.rows, local if block.local else wide, halves=True))
+
+    def end(self, state: State) -> Array:
+        return self.ends.logits(state.x, state.rows)

@@ -23,6 +23,15 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """A pass between two layers: hidden rows `x` [M, width], the batch and its tables of rotary angles."""
+
+    x: Array
+    rows: Rows
+    tables: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Inverse frequencies of one rotary embedding and how it pairs dimensions."""
 
@@ -31,14 +40,30 @@ class Rope:
 
 
 class Model(Protocol):
-    """An architecture: built once from ops and a config, then called with rows."""
+    """An architecture: built once from ops and a config, then called with rows.
+
+    A pass comes in parts, so that whoever calibrates can stop between two layers.
+    """
 
     config: Config
 
     def __init__(self, ops: Ops, config: Config) -> None: ...
 
+    def begin(self, rows: Rows) -> State:
+        """The embedded rows, before the first layer."""
+
+    def layer(self, i: int, state: State) -> State:
+        """What layer `i` makes of them."""
+
+    def end(self, state: State) -> Array:
+        """Logits [len(rows.wanted), vocab] of the rows behind the last layer."""
+
     def forward(self, rows: Rows) -> Array:
-        """Logits [len(rows.wanted), vocab]."""
+        """The three in order: logits [len(rows.wanted), vocab]."""
+        state = self.begin(rows)
+        for i in range(self.config.layers):
+            state = self.layer(i, state)
+        return self.end(state)
 
 
 def make_rope(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ork.models.config import Config
-from ork.models.layers import Attention, Ends, FeedForward, Rows, make_rope
+from ork.models.layers import Attention, Ends, FeedForward, Model, Rows, State, make_rope
 from ork.ops import Array, Ops
 
 
@@ -21,7 +23,7 @@ class Block:
         return ops.add(x, self.ffn(ops.norm(x, self.ffn_norm, self.eps)))
 
 
-class Llama:
+class Llama(Model):
     halves = False
     qk_norm = False
 
@@ -31,9 +33,12 @@ class Llama:
         self.ends = Ends(ops, config)
         self.blocks = [Block(ops, config, i, qk_norm=self.qk_norm) for i in range(config.layers)]
 
-    def forward(self, rows: Rows) -> Array:
-        x = self.ends.embed(rows)
-        table = self.ops.rope_table(rows.batch, self.rope.inv_freq)
-        for block in self.blocks:
-            x = block(x, rows, table, self.rope.halves)
-        return self.ends.logits(x, rows)
+    def begin(self, rows: Rows) -> State:
+        return State(self.ends.embed(rows), rows, (self.ops.rope_table(rows.batch, self.rope.inv_freq),))
+
+    def layer(self, i: int, state: State) -> State:
+        (table,) = state.tables
+        return replace(state, x=self.blocks[i](state.x, state.rows, table, self.rope.halves))
+
+    def end(self, state: State) -> Array:
+        return self.ends.logits(state.x, state.rows)
