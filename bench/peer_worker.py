@@ -5,6 +5,8 @@
     peer_worker.py llama_cpp logits MODEL TOKENS.npy OUT.npy --threads 2
     peer_worker.py llama_cpp greedy MODEL PROMPT --threads 2 --count 16 --seconds 60
     peer_worker.py llama_cpp compare REFERENCE MODEL TOKENS.npy --threads 2
+    peer_worker.py llama_cpp follow MODEL TOKENS.npy OUT.npy --threads 2
+    peer_worker.py llama_cpp quantize MODEL OUT.gguf Q4_K_M --threads 2
 
 The last line on stdout is JSON. `TOKENS.npy` is int32 [chunks, T]; each chunk is a sequence of its own.
 Needs numpy and the binding, nothing of ork.
@@ -29,6 +31,7 @@ from agreement import Agreement
 
 API_MODULES = {"llama_cpp": "llama_cpp.llama_cpp", "ik_llama_cpp": "ik_llama_cpp._ctypes_api"}
 GGML_F32, GGML_F16 = 0, 1
+FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15}  # of enum llama_ftype
 FLASH_OFF = 0
 
 
@@ -186,6 +189,35 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     return agreement.summary()
 
 
+def follow(args: argparse.Namespace) -> dict[str, Any]:
+    """For every line on stdin, the next chunk's logits f32 [T, vocab] into OUT.npy, answered by a line on stdout: the
+    reader takes them before it asks for more."""
+    chunks = list(sequences(args.tokens))
+    session = Session(args.binding, args.model, args.threads, n_ctx=512, exact=True)
+    out = np.lib.format.open_memmap(args.out, mode="w+", dtype=np.float32, shape=(len(chunks[0]), session.n_vocab))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for tokens, _ in zip(chunks, sys.stdin):
+        out[...] = session.logits(tokens)
+        sys.stdout.write("done\n")
+        sys.stdout.flush()
+    return {}
+
+
+def quantize(args: argparse.Namespace) -> dict[str, Any]:
+    """What `llama-quantize MODEL OUT TYPE` does; `seconds` it took, quantising alone."""
+    api: Any = importlib.import_module(API_MODULES[args.binding])
+    api.llama_backend_init()
+    params = api.llama_model_quantize_default_params()
+    params.ftype = FILE_TYPES[args.type]
+    params.nthread = args.threads
+    params.allow_requantize = True
+    start = time.perf_counter()
+    if status := api.llama_model_quantize(args.model.encode(), args.out.encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama_model_quantize failed with {status}")
+    return {"seconds": time.perf_counter() - start}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("binding", choices=API_MODULES)
@@ -196,6 +228,8 @@ def main() -> None:
         (logits, ("model", "tokens", "out"), {}),
         (greedy, ("model", "prompt"), {"count": 16, "seconds": 60}),
         (compare, ("reference", "model", "tokens"), {}),
+        (follow, ("model", "tokens", "out"), {}),
+        (quantize, ("model", "out", "type"), {}),
     ):
         command = commands.add_parser(run.__name__)
         command.set_defaults(run=run)
