@@ -24,6 +24,38 @@ def scan_strings(
     Returns (their count, offset behind the last), or (index of the first that does not lie inside `src`, its offset).
     """
 
+def distinct_texts(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.uint64],
+    lengths: npt.NDArray[np.uint64],
+    mergeable: npt.NDArray[np.uint8],
+) -> npt.NDArray[np.uint32]:
+    """The first token of each text among the mergeable ones that are not empty, ascending."""
+
+def merges_by_score(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.uint64],
+    lengths: npt.NDArray[np.uint64],
+    mergeable: npt.NDArray[np.uint8],
+    scores: npt.NDArray[np.float64],
+) -> npt.NDArray[np.uint32]:
+    """[n, 3] left, right, result: SentencePiece's merges of these UTF-8 texts, best first. ValueError outside of `data`."""
+
+def merges_as_listed(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.uint64],
+    lengths: npt.NDArray[np.uint64],
+    mergeable: npt.NDArray[np.uint8],
+    listed: npt.NDArray[np.uint8],
+    listed_starts: npt.NDArray[np.uint64],
+    listed_lengths: npt.NDArray[np.uint64],
+    cuts: npt.NDArray[np.uint64] | None,
+) -> npt.NDArray[np.uint32]:
+    """[n, 3] left, right, result: the listed merges "left right" of tokens, one a token, in the order of the list.
+
+    `cuts` says where each left part ends; None: at the first space behind its first character.
+    """
+
 # --- end of sources ---
 
 # --- kernels ---
@@ -52,23 +84,42 @@ class Array:
         """A view that keeps the array alive."""
 
 class QuantisedRows:
-    """int8 rows [rows, width] with one scale and one code sum each; width is K padded to 32."""
+    """int8 rows [rows, width] with one scale and one code sum each, or one for every `group` codes; width is K padded
+    to 32."""
 
     rows: int
     width: int
+    group: int
     @staticmethod
-    def of(codes: npt.NDArray[np.int8]) -> QuantisedRows:
-        """Given codes with scale 1; all of [-128, 127] allowed."""
+    def of(codes: npt.NDArray[np.int8], group: int = 0) -> QuantisedRows:
+        """Given codes with scale 1; all of [-128, 127] allowed. ValueError unless the group is a multiple of 32 that
+        divides the width."""
     def codes(self) -> npt.NDArray[np.int8]: ...
-    def scales(self) -> npt.NDArray[np.float32]: ...
+    def scales(self) -> npt.NDArray[np.float32]:
+        """[rows], with groups [rows, width / group]."""
 
 class Slice:
-    """Columns [n0, n0 + n) of a weight tensor at an address that the caller keeps alive. Codec 0 is f32, 1 is i8."""
+    """Columns [n0, n0 + n) of a weight tensor at addresses that the caller keeps alive.
+
+    Codecs are 0 f32, 1 i8, 2 i4, 3 nf4, 4 f16. `group_scales` is given where `group` > 0, which divides ks.
+    """
 
     n0: int
     n: int
+    group: int
     scales_address: int
-    def __init__(self, codec: int, codes: int, scales: int, Kp: int, ks: int, n0: int, n: int) -> None: ...
+    def __init__(
+        self,
+        codec: int,
+        codes: int,
+        scales: int,
+        Kp: int,
+        ks: int,
+        n0: int,
+        n: int,
+        group: int = 0,
+        group_scales: int = 0,
+    ) -> None: ...
 
 class Batch:
     """Positions and KV slots i32 [M]; runs i32 [R, 4] of (row, count, sequence, first position); block table [S, B]."""
@@ -106,8 +157,24 @@ def scale_sums(parts: list[int], pitch: int, rows: QuantisedRows, slice: Slice, 
 def copy_codes(rows: QuantisedRows, to: int) -> None:
     """Copies the int8 rows [rows, width] to an address that the caller owns."""
 
-def quantise(x: Array, signs: Array | None, block: int) -> QuantisedRows: ...
-def rotate(x: npt.NDArray[np.float32], signs: Array, block: int, inverse: bool = False) -> None: ...
+def quantise(
+    x: Array, signs: Array | None, block: int, group: int = 0, mix: Array | None = None, limit: int = 127
+) -> QuantisedRows:
+    """Rows rotated (see `rotate`) and rounded to int8 within +-limit, half to even: scale = absmax / limit of each row,
+    or of each `group` of its inputs."""
+
+def rotate(
+    x: npt.NDArray[np.float32], signs: Array, block: int, inverse: bool = False, mix: Array | None = None
+) -> None:
+    """Rows [M, K], in place: signs, Hadamard on blocks, then with `mix` [1, m * m] (m = K / block) an orthogonal matrix
+    across the blocks, then 1 / sqrt(block); `inverse` undoes it."""
+
+def inflate(
+    codec: int, src: memoryview | npt.NDArray[np.uint8], dst: npt.NDArray[np.int8], tiles: int = 0
+) -> None:
+    """4-bit tiles [runs][tiles][64][32] (1 KiB each; `tiles` 0: one run) as int8 tiles [2 * runs][tiles][32][32]; nf4
+    codes become their levels. So a slice's codes turn into those of an i8 slice, with tiles = ks / 32."""
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array: ...
 def head_norm(x: Array, weight: Array, eps: float) -> None: ...
 def rope_table(batch: Batch, inv_freq: list[float], magnitude: float) -> Array: ...
@@ -118,8 +185,16 @@ def scale(x: Array, factor: float) -> None: ...
 def softcap(x: Array, cap: float) -> None: ...
 def take(x: Array, rows: npt.NDArray[np.int32]) -> Array: ...
 def gather(
-    slices: list[Slice], ids: npt.NDArray[np.int32], K: int, N: int, signs: Array | None, block: int
-) -> Array: ...
+    slices: list[Slice],
+    ids: npt.NDArray[np.int32],
+    K: int,
+    N: int,
+    signs: Array | None,
+    block: int,
+    mix: Array | None = None,
+) -> Array:
+    """Rows `ids` of a tensor of any codec: codes times scales, rotated back. [len(ids), K]"""
+
 def attention(
     cache: KvCache,
     layer: int,
@@ -137,6 +212,39 @@ def peak(integers: bool, iterations: int) -> tuple[int, float]:
 
 def read_memory(x: npt.NDArray[np.uint8]) -> None:
     """Reads all of x with all threads, contiguous halves: the memory's own limit, for benchmarks."""
+
+def score(
+    logits: Array, targets: npt.NDArray[np.int32], nll: npt.NDArray[np.float64], top: npt.NDArray[np.int32]
+) -> None:
+    """Fills nll [M] with -ln softmax(row)[target] in nats and top [M] with each row's likeliest token (the first)."""
+
+def compare(
+    base: Array,
+    other: Array,
+    targets: npt.NDArray[np.int32],
+    nll: npt.NDArray[np.float64],
+    top: npt.NDArray[np.int32],
+    kl: npt.NDArray[np.float64],
+) -> None:
+    """`score` of two models' rows, nll and top [M, 2], and kl [M] = KL(base || other) in nats. Sums in float64."""
+
+def quantise_weights(
+    codec: int,
+    rows: npt.NDArray[np.float32],
+    group: int,
+    weight: npt.NDArray[np.float32] | None,
+    ratios: npt.NDArray[np.float32],
+    refine: int,
+    headroom: int,
+    codes: npt.NDArray[np.int8],
+    channel: npt.NDArray[np.float32],
+    groups: npt.NDArray[np.uint16] | None,
+) -> int:
+    """Fills codes [n, Kp], channel [n] and groups [n, K / group] from weight rows [n, K]; codecs as in `Slice`.
+
+    Squared errors are weighted by weight [K]; ratios and refine as in `QuantWeights` (kernels.h), 2^headroom is the
+    quotient of a grouped row's own scale and its channel scale. Returns -1, or the first row that is not finite.
+    """
 
 def top_k(logits: npt.NDArray[np.float32], row: int, k: int) -> tuple[list[int], list[float]]:
     """The k largest of a row (0: all), best first, equal values by index: (indices, values)."""

@@ -13,9 +13,11 @@
 #include <new>
 
 #include "dequant.h"
+#include "merges.h"
 #include "ops.h"
 #include "pool.h"
 #include "scan.h"
+#include "score.h"
 
 namespace nb = nanobind;
 
@@ -47,6 +49,56 @@ nb::tuple py_scan_strings(Bytes src, uint64_t offset,
     return nb::make_tuple(n, end);
 }
 
+using Offsets = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+ork::Texts texts_of(const Bytes& data, const Offsets& starts, const Offsets& lengths) {
+    if (starts.size() != lengths.size() || starts.size() >= 0xFFFFFFFF) throw nb::value_error("starts and lengths differ in size, or are too many");
+    for (size_t i = 0; i < starts.size(); i++)
+        if (starts.data()[i] > data.size() || lengths.data()[i] > data.size() - starts.data()[i]) throw nb::value_error("a text outside of its bytes");
+    return {data.data(), starts.data(), lengths.data(), starts.size()};
+}
+
+const uint8_t* one_each(const Bytes& flags, const ork::Texts& texts) {
+    if (flags.size() != texts.count) throw nb::value_error("one flag for each text");
+    return flags.data();
+}
+
+template <class T, size_t N> nb::object numbers(std::vector<T>&& made) {   // as a numpy array of u32 that owns them
+    static_assert(sizeof(T) == N * sizeof(uint32_t));
+    auto* held = new std::vector<T>(std::move(made));
+    nb::capsule owner(held, [](void* p) noexcept { delete (std::vector<T>*)p; });
+    const size_t shape[2] = {held->size(), N};
+    return nb::cast(nb::ndarray<nb::numpy, uint32_t>((void*)held->data(), N == 1 ? 1 : 2, shape, owner));
+}
+
+void bind_merges(nb::module_& m) {
+    m.def("distinct_texts", [](Bytes data, Offsets starts, Offsets lengths, Bytes mergeable) {
+        const ork::Texts tokens = texts_of(data, starts, lengths);
+        const uint8_t* flags = one_each(mergeable, tokens);
+        std::vector<uint32_t> made;
+        { nb::gil_scoped_release unlocked; made = ork::distinct_texts(tokens, flags); }
+        return numbers<uint32_t, 1>(std::move(made));
+    });
+    m.def("merges_by_score", [](Bytes data, Offsets starts, Offsets lengths, Bytes mergeable,
+                                nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu> scores) {
+        const ork::Texts tokens = texts_of(data, starts, lengths);
+        const uint8_t* flags = one_each(mergeable, tokens);
+        if (scores.size() != tokens.count) throw nb::value_error("one score for each text");
+        std::vector<ork::Merge> made;
+        { nb::gil_scoped_release unlocked; made = ork::merges_by_score(tokens, flags, scores.data()); }
+        return numbers<ork::Merge, 3>(std::move(made));
+    });
+    m.def("merges_as_listed", [](Bytes data, Offsets starts, Offsets lengths, Bytes mergeable, Bytes listed, Offsets listed_starts,
+                                 Offsets listed_lengths, std::optional<Offsets> cuts) {
+        const ork::Texts tokens = texts_of(data, starts, lengths), lines = texts_of(listed, listed_starts, listed_lengths);
+        const uint8_t* flags = one_each(mergeable, tokens);
+        if (cuts && cuts->size() != lines.count) throw nb::value_error("one cut for each merge");
+        std::vector<ork::Merge> made;
+        { nb::gil_scoped_release unlocked; made = ork::merges_as_listed(tokens, flags, lines, cuts ? cuts->data() : nullptr); }
+        return numbers<ork::Merge, 3>(std::move(made));
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+}
+
 }  // namespace
 // --- end of sources ---------------------------------------------------------------------------
 
@@ -55,6 +107,7 @@ namespace {
 
 using namespace ork;
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatRow = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Codes = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -77,11 +130,17 @@ std::unique_ptr<Array> array_from(Floats x) {
 
 std::unique_ptr<Array> like(const Array& x) { return std::make_unique<Array>(x.rows, x.cols); }
 
-Rotation rotation_of(const Array* signs, int64_t block, int64_t K) {
-    if (!signs) return {nullptr, 0};
+Rotation rotation_of(const Array* signs, int64_t block, int64_t K, const Array* mix) {
+    require(signs || !mix, "blocks are mixed only where they are rotated");
+    if (!signs) return {};
     require(signs->rows > 0 && signs->cols == K && block > 0 && (block & (block - 1)) == 0 && K % block == 0, "rotation does not fit the rows");
-    return {signs->mat().data, block};
+    if (!mix) return {signs->mat().data, block};
+    const int64_t m = K / block;
+    require(m <= MIX_MAX && mix->rows == 1 && mix->cols == m * m, "mixing matrix does not fit the rotation");
+    return {signs->mat().data, block, mix->mat().data, m};
 }
+
+void require_group(int64_t group, int64_t Kp) { require(group == 0 || (group > 0 && group % 32 == 0 && Kp % group == 0), "group does not divide the rows"); }
 
 int64_t end_of(const Slice& s) { return (int64_t)s.n0 + s.n; }
 
@@ -93,7 +152,10 @@ void linear(const Array& x, const QuantisedRows* rows, const std::vector<const S
         const Slice& s = *slices[i];
         const Mat out = outs[i]->mat();
         require(out.rows == x.rows && end_of(s) <= out.stride, "output does not fit the slice");
-        if (s.codec == Codec::i8) require(rows && rows->M == x.rows && rows->Kp == s.Kp, "quantised rows do not fit the slice");
+        if (is_quantised(s.codec)) {
+            require(rows && rows->M == x.rows && rows->Kp == s.Kp, "quantised rows do not fit the slice");
+            require(s.group == 0 || s.group == rows->group, "rows are not quantised in the groups of the slice");
+        }
         else require(x.cols <= s.Kp, "rows do not fit the slice");
         const float* bias = nullptr;
         if (!biases[i].is_none()) {
@@ -110,6 +172,14 @@ void linear(const Array& x, const QuantisedRows* rows, const std::vector<const S
         nb::gil_scoped_release unlocked;
         op_linear(x.mat(), rows ? &view : nullptr, jobs);
     }
+}
+
+using Doubles = nb::ndarray<double, nb::c_contig, nb::device::cpu>;
+using OutInts = nb::ndarray<int32_t, nb::c_contig, nb::device::cpu>;
+
+void require_targets(const Array& logits, const Ints& targets) {
+    require((int64_t)targets.shape(0) == logits.rows && logits.cols > 0, "one target a row");
+    for (size_t i = 0; i < targets.shape(0); i++) require(targets.data()[i] >= 0 && targets.data()[i] < logits.cols, "target outside of the vocabulary");
 }
 
 // The k largest, best first, equal values by index: (indices, values).
@@ -133,6 +203,28 @@ nb::tuple top_k(Floats logits, int64_t row, int64_t k) {
     nb::list ids, values;
     for (int64_t i = 0; i < k; i++) { ids.append(order[i]); values.append(x[order[i]]); }
     return nb::make_tuple(ids, values);
+}
+
+// Quantises weight rows into the given arrays; -1, or the first row that holds a value that is not finite.
+int64_t quantise_weights(int codec, Floats rows, int64_t group, std::optional<FloatRow> weight, FloatRow ratios, int refine, int headroom,
+                         nb::ndarray<int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> codes,
+                         nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu> channel,
+                         std::optional<nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>> groups) {
+    const int64_t n = (int64_t)rows.shape(0), K = (int64_t)rows.shape(1), Kp = (int64_t)codes.shape(1);
+    require(is_quantised(Codec(codec)), "codec");
+    require(K > 0 && group >= 0 && group % 32 == 0 && (group == 0 || K % group == 0), "group");
+    require((int64_t)codes.shape(0) == n && Kp % 32 == 0 && Kp >= K && (int64_t)channel.size() == n, "output shapes");
+    require(groups.has_value() == (group > 0) && (!group || ((int64_t)groups->shape(0) == n && (int64_t)groups->shape(1) == K / group)), "group scales");
+    require(headroom >= 0 && headroom < 32 && refine >= 0, "headroom, refine");
+    std::vector<float> padded;
+    if (weight) {
+        require((int64_t)weight->size() == K, "one weight an input");
+        padded.assign((K + 15) / 16 * 16, 0.0f);
+        std::copy(weight->data(), weight->data() + K, padded.begin());
+    }
+    const QuantWeights q = {Codec(codec), K, Kp, group, weight ? padded.data() : nullptr, ratios.data(), (int64_t)ratios.size(), refine, headroom};
+    nb::gil_scoped_release unlocked;
+    return kernels()->quantise_weights(q, rows.data(), n, codes.data(), channel.data(), groups ? groups->data() : nullptr);
 }
 
 void bind_kernels(nb::module_& m) {
@@ -162,6 +254,7 @@ void bind_kernels(nb::module_& m) {
     nb::class_<QuantisedRows>(m, "QuantisedRows")
         .def_ro("rows", &QuantisedRows::M)
         .def_ro("width", &QuantisedRows::Kp)
+        .def_ro("group", &QuantisedRows::group)
         .def("codes", [](nb::handle self) {
             const QuantisedRows& r = nb::cast<const QuantisedRows&>(self);
             const size_t shape[2] = {(size_t)r.M, (size_t)r.Kp};
@@ -169,33 +262,39 @@ void bind_kernels(nb::module_& m) {
         })
         .def("scales", [](nb::handle self) {
             const QuantisedRows& r = nb::cast<const QuantisedRows&>(self);
-            const size_t shape[1] = {(size_t)r.M};
-            return nb::ndarray<nb::numpy, float>(r.scales, 1, shape, self);
+            const size_t shape[2] = {(size_t)r.M, (size_t)r.groups()};
+            return nb::ndarray<nb::numpy, float>(r.scales, r.group ? 2 : 1, shape, self);
         })
-        .def_static("of", [](Codes codes) {
-            auto r = std::make_unique<QuantisedRows>((int64_t)codes.shape(0), (int64_t)codes.shape(1));
-            require(r->Kp % 32 == 0, "rows must be padded to a multiple of 32");
-            std::memcpy(r->codes, codes.data(), (size_t)(r->M * r->Kp));
-            for (int64_t i = 0; i < r->M; i++) {
+        .def_static("of", [](Codes codes, int64_t group) {
+            const int64_t M = (int64_t)codes.shape(0), Kp = (int64_t)codes.shape(1);
+            require(Kp % 32 == 0, "rows must be padded to a multiple of 32");
+            require_group(group, Kp);
+            auto r = std::make_unique<QuantisedRows>(M, Kp, group);
+            std::memcpy(r->codes, codes.data(), (size_t)(M * Kp));
+            const int64_t run = group ? group : Kp;
+            for (int64_t i = 0; i < M * r->groups(); i++) {
                 int32_t sum = 0;
-                for (int64_t k = 0; k < r->Kp; k++) {
-                    sum += r->codes[i * r->Kp + k];
-                    r->full_range |= r->codes[i * r->Kp + k] == -128;
+                for (int64_t k = 0; k < run; k++) {
+                    sum += r->codes[i * run + k];
+                    r->full_range |= r->codes[i * run + k] == -128;
                 }
                 r->sums[i] = sum;
                 r->scales[i] = 1.0f;
             }
             return r;
-        });
+        }, nb::arg("codes"), nb::arg("group") = 0);
     nb::class_<Slice>(m, "Slice")
         .def_ro("n0", &Slice::n0)
         .def_ro("n", &Slice::n)
         .def_prop_ro("scales_address", [](const Slice& s) { return (uintptr_t)s.scales; })
-        .def("__init__", [](Slice* self, int codec, uintptr_t codes, uintptr_t scales, int64_t Kp, int64_t ks, int32_t n0, int32_t n) {
-        require((codec == 0 || codec == 1) && codes && codes % 64 == 0 && scales % 64 == 0 && (scales || codec == 0), "codec or alignment");
-        require(Kp > 0 && Kp <= MAX_DIM && Kp % 32 == 0 && ks > 0 && ks % 32 == 0 && Kp % ks == 0 && n0 >= 0 && n > 0 && n % 64 == 0, "slice shape");
-        new (self) Slice{(Codec)codec, (const uint8_t*)codes, (const float*)scales, Kp, ks, n0, n};
-    });
+        .def_ro("group", &Slice::group)
+        .def("__init__", [](Slice* self, int codec, uintptr_t codes, uintptr_t scales, int64_t Kp, int64_t ks, int32_t n0, int32_t n, int64_t group, uintptr_t group_scales) {
+            require(codec >= 0 && codec <= (int)Codec::f16 && codes && codes % 64 == 0 && scales % 64 == 0 && group_scales % 64 == 0, "codec or alignment");
+            require(Kp > 0 && Kp <= MAX_DIM && Kp % 32 == 0 && ks > 0 && ks % 32 == 0 && Kp % ks == 0 && n0 >= 0 && n > 0 && n % 64 == 0, "slice shape");
+            require_group(group, ks);
+            require(is_quantised((Codec)codec) ? scales && (group > 0) == (group_scales != 0) : group == 0, "scales do not fit the codec and group");
+            new (self) Slice{(Codec)codec, (const uint8_t*)codes, (const float*)scales, (const uint16_t*)group_scales, Kp, ks, n0, n, group};
+        }, nb::arg("codec"), nb::arg("codes"), nb::arg("scales"), nb::arg("Kp"), nb::arg("ks"), nb::arg("n0"), nb::arg("n"), nb::arg("group") = 0, nb::arg("group_scales") = 0);
     nb::class_<Batch>(m, "Batch").def("__init__", [](Batch* self, Ints positions, Ints slots, IntTable runs, IntTable table) {
         new (self) Batch();
         const int64_t M = (int64_t)positions.shape(0);
@@ -223,7 +322,7 @@ void bind_kernels(nb::module_& m) {
 
     m.def("linear", &linear, nb::arg("x"), nb::arg("rows").none(), nb::arg("slices"), nb::arg("outs"), nb::arg("biases"));
     m.def("accumulate", [](const QuantisedRows& rows, const Slice& s, nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
-        require(s.codec == Codec::i8 && rows.Kp == s.Kp && (int64_t)out.shape(0) == rows.M && end_of(s) <= (int64_t)out.shape(1), "accumulators do not fit");
+        require(is_quantised(s.codec) && rows.group == 0 && rows.Kp == s.Kp && (int64_t)out.shape(0) == rows.M && end_of(s) <= (int64_t)out.shape(1), "accumulators do not fit");
         nb::gil_scoped_release unlocked;
         op_accumulate(rows.view(), s, out.data(), (int64_t)out.shape(1));
     }, nb::arg("rows"), nb::arg("slice"), nb::arg("out").noconvert());
@@ -233,7 +332,7 @@ void bind_kernels(nb::module_& m) {
         op_accumulate_at((const int8_t*)a, pitch, M, K, (const uint8_t*)w, N, (int32_t*)out, out_pitch);
     });
     m.def("scale_sums", [](const std::vector<uintptr_t>& parts, int64_t pitch, const QuantisedRows& rows, const Slice& s, Array& out, const Array* bias) {
-        require(!parts.empty() && pitch >= s.n && out.rows == rows.M && s.n0 + s.n <= out.stride && s.codec == Codec::i8, "sums do not fit the slice");
+        require(!parts.empty() && pitch >= s.n && out.rows == rows.M && s.n0 + s.n <= out.stride && is_quantised(s.codec) && rows.group == 0, "sums do not fit the slice");
         require(!bias || s.n0 + s.n <= bias->stride, "bias does not fit the slice");
         std::vector<const int32_t*> p;
         for (uintptr_t x : parts) p.push_back((const int32_t*)x);
@@ -241,19 +340,29 @@ void bind_kernels(nb::module_& m) {
         op_scale_sums(p, pitch, rows.view(), s.scales, s.n0, s.n, out.mat(), bias ? bias->mat().data : nullptr);
     }, nb::arg("parts"), nb::arg("pitch"), nb::arg("rows"), nb::arg("slice"), nb::arg("out"), nb::arg("bias").none());
     m.def("copy_codes", [](const QuantisedRows& rows, uintptr_t to) { std::memcpy((void*)to, rows.codes, (size_t)(rows.M * rows.Kp)); });
-    m.def("quantise", [](const Array& x, const Array* signs, int64_t block) {
-        const Rotation r = rotation_of(signs, block, x.cols);
-        auto q = std::make_unique<QuantisedRows>(x.rows, (x.cols + 31) / 32 * 32);
+    m.def("quantise", [](const Array& x, const Array* signs, int64_t block, int64_t group, const Array* mix, int limit) {
+        const Rotation r = rotation_of(signs, block, x.cols, mix);
+        const int64_t Kp = (x.cols + 31) / 32 * 32;
+        require_group(group, Kp);
+        require(limit >= 1 && limit <= 127, "limit must lie in 1..127");
+        auto q = std::make_unique<QuantisedRows>(x.rows, Kp, group);
         nb::gil_scoped_release unlocked;
-        op_quantise(x.mat(), r, *q);
+        op_quantise(x.mat(), r, limit, *q);
         return q;
-    }, nb::arg("x"), nb::arg("signs").none(), nb::arg("block"));
-    m.def("rotate", [](nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x, const Array& signs, int64_t block, bool inverse) {
-        const Rotation r = rotation_of(&signs, block, (int64_t)x.shape(1));
+    }, nb::arg("x"), nb::arg("signs").none(), nb::arg("block"), nb::arg("group") = 0, nb::arg("mix").none() = nb::none(), nb::arg("limit") = 127);
+    m.def("inflate", [](int codec, Bytes src, nb::ndarray<int8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> dst, int64_t tiles) {
+        const int64_t held = (int64_t)src.size() / 1024, run = tiles ? tiles : held;
+        require(codec == (int)Codec::i4 || codec == (int)Codec::nf4, "only 4-bit codes are inflated");
+        require(src.size() % 1024 == 0 && dst.size() == 2 * src.size() && run >= 0 && (held == 0 || (run > 0 && held % run == 0)), "tiles do not fit");
+        nb::gil_scoped_release unlocked;
+        if (held) op_inflate((Codec)codec, src.data(), held / run, run, dst.data());
+    }, nb::arg("codec"), nb::arg("src"), nb::arg("dst").noconvert(), nb::arg("tiles") = 0);
+    m.def("rotate", [](nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x, const Array& signs, int64_t block, bool inverse, const Array* mix) {
+        const Rotation r = rotation_of(&signs, block, (int64_t)x.shape(1), mix);
         nb::gil_scoped_release unlocked;
         const int64_t K = (int64_t)x.shape(1);
         parallel_runs((int64_t)x.shape(0), [&](int64_t b, int64_t e, int) { kernels()->rotate(x.data() + b * K, e - b, K, K, r, inverse); });
-    }, nb::arg("x").noconvert(), nb::arg("signs"), nb::arg("block"), nb::arg("inverse") = false);   // a copy would swallow the result
+    }, nb::arg("x").noconvert(), nb::arg("signs"), nb::arg("block"), nb::arg("inverse") = false, nb::arg("mix").none() = nb::none());   // a copy would swallow the result
     m.def("rms_norm", [](const Array& x, const Array& w, float eps) {
         require(w.rows > 0 && w.cols == x.cols, "norm weight does not fit the rows");
         auto out = like(x);
@@ -301,8 +410,8 @@ void bind_kernels(nb::module_& m) {
         }
         return out;
     });
-    m.def("gather", [](const std::vector<const Slice*>& slices, Ints ids, int64_t K, int64_t N, const Array* signs, int64_t block) {
-        const Rotation r = rotation_of(signs, block, K);
+    m.def("gather", [](const std::vector<const Slice*>& slices, Ints ids, int64_t K, int64_t N, const Array* signs, int64_t block, const Array* mix) {
+        const Rotation r = rotation_of(signs, block, K, mix);
         std::vector<Slice> views;
         for (const Slice* s : slices) { require(s && K >= 0 && K <= s->Kp, "rows do not fit the slice"); views.push_back(*s); }
         for (size_t i = 0; i < ids.shape(0); i++) {
@@ -314,7 +423,7 @@ void bind_kernels(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         op_gather(views, ids.data(), (int64_t)ids.shape(0), K, r, out->mat());
         return out;
-    }, nb::arg("slices"), nb::arg("ids"), nb::arg("K"), nb::arg("N"), nb::arg("signs").none(), nb::arg("block"));
+    }, nb::arg("slices"), nb::arg("ids"), nb::arg("K"), nb::arg("N"), nb::arg("signs").none(), nb::arg("block"), nb::arg("mix").none() = nb::none());
     m.def("attention", [](KvCache& cache, int64_t layer, const Batch& b, const Array& q, const Array& k, const Array& v, int64_t heads, float scale, int64_t window, float softcap) {
         require(layer >= 0 && layer < cache.layers && heads > 0 && heads % cache.heads == 0, "layer or heads");
         require(q.rows == (int64_t)b.positions.size() && k.rows == q.rows && v.rows == q.rows, "rows differ from the batch");
@@ -336,6 +445,21 @@ void bind_kernels(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         op_read(x.data(), (int64_t)x.size());
     });
+    m.def("score", [](const Array& logits, Ints targets, Doubles nll, OutInts top) {
+        require_targets(logits, targets);
+        require((int64_t)nll.size() == logits.rows && (int64_t)top.size() == logits.rows, "results do not fit the rows");
+        nb::gil_scoped_release unlocked;
+        op_score(logits.mat(), targets.data(), nll.data(), top.data());
+    }, nb::arg("logits"), nb::arg("targets"), nb::arg("nll").noconvert(), nb::arg("top").noconvert());
+    m.def("compare", [](const Array& base, const Array& other, Ints targets, Doubles nll, OutInts top, Doubles kl) {
+        require_targets(base, targets);
+        require(other.rows == base.rows && other.cols == base.cols, "the two models' logits differ in shape");
+        require((int64_t)nll.size() == 2 * base.rows && (int64_t)top.size() == 2 * base.rows && (int64_t)kl.size() == base.rows, "results do not fit the rows");
+        nb::gil_scoped_release unlocked;
+        op_compare(base.mat(), other.mat(), targets.data(), nll.data(), top.data(), kl.data());
+    }, nb::arg("base"), nb::arg("other"), nb::arg("targets"), nb::arg("nll").noconvert(), nb::arg("top").noconvert(), nb::arg("kl").noconvert());
+    m.def("quantise_weights", &quantise_weights, nb::arg("codec"), nb::arg("rows"), nb::arg("group"), nb::arg("weight").none(), nb::arg("ratios"),
+          nb::arg("refine"), nb::arg("headroom"), nb::arg("codes").noconvert(), nb::arg("channel").noconvert(), nb::arg("groups").none().noconvert());
     m.def("top_k", &top_k);
     m.def("softmax", [](const std::vector<float>& x, float inv_temperature) {
         require(!x.empty(), "no values");
@@ -359,6 +483,7 @@ NB_MODULE(_core, m) {
     m.attr("tensor_types") = nb::tuple(types);
     m.def("dequantise", &py_dequantise, nb::arg("type"), nb::arg("src"), nb::arg("out").noconvert(), nb::arg("first") = 0);
     m.def("scan_strings", &py_scan_strings, nb::arg("src"), nb::arg("offset"), nb::arg("starts").noconvert(), nb::arg("lengths").noconvert());
+    bind_merges(m);
     // --- end of sources bindings ---
     bind_kernels(m);
 }

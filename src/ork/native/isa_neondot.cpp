@@ -13,8 +13,12 @@ namespace {
 constexpr int F32_ROWS = 3, ATT_ROWS = 4, ATT_NV = 1, PEAK_CHAINS = 6;   // what fits the registers
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
+#include "kernels_half.inl"
 #include "kernels_linear.inl"
+#include "kernels_sums.inl"
 #include "kernels_attention.inl"
+#include "kernels_score.inl"
+#include "kernels_quant.inl"
 #include "kernels_peaks.inl"
 }  // namespace
 #include "kernels_table.inl"

@@ -26,12 +26,6 @@ template <int MR> static inline void linear_panel(const Rows& x, int64_t m, cons
     }
 }
 
-template <int MR, class F> static inline void for_panels(int64_t m0, int64_t m1, F&& panel) {
-    int64_t m = m0;
-    for (; m + MR <= m1; m += MR) panel(std::integral_constant<int, MR>(), m);
-    if constexpr (MR > 1) if (m < m1) for_panels<MR - 1>(m, m1, panel);
-}
-
 // Rows in blocks that stay in the L2 cache, groups of columns inside, panels of rows innermost.
 constexpr int64_t L2_ROWS_BYTES = 384 * 1024;
 

@@ -53,10 +53,46 @@ static void hadamard(float* x, int64_t block) {
 
 static inline float hadamard_norm(int64_t block) { return 1.0f / __builtin_sqrtf((float)block); }
 
-static void sign_rows(float* x, const float* signs, int64_t K) {
+// --- mixing blocks: element c of block i becomes sum over j ascending, fma from 0, of Q[i][j] * (element c of block j) -------
+
+// Panels of MR rows, then one of what is left.
+template <int MR, class F> static inline void for_panels(int64_t m0, int64_t m1, F&& panel) {
+    int64_t m = m0;
+    for (; m + MR <= m1; m += MR) panel(std::integral_constant<int, MR>(), m);
+    if constexpr (MR > 1) if (m < m1) for_panels<MR - 1>(m, m1, panel);
+}
+
+// In place, sixteen columns of all blocks at a time; `inverse` takes Q transposed.
+static void mix_blocks(float* x, const Rotation& r, bool inverse) {
+    alignas(64) float strip[16 * MIX_MAX];
+    const int64_t m = r.m, down = inverse ? 1 : m, across = inverse ? m : 1;
+    for (int64_t c = 0; c < r.block; c += 16) {
+        const int64_t width = r.block - c < 16 ? r.block - c : 16;
+        for (int64_t j = 0; j < m; j++) vstore(strip + 16 * j, width == 16 ? vload(x + j * r.block + c) : vload_part(x + j * r.block + c, width));
+        for_panels<2 * F32_ROWS>(0, m, [&](auto rows, int64_t i) {
+            constexpr int R = decltype(rows)::value;
+            const float* q = r.mix + i * down;
+            V16 y[R];
+            for (int k = 0; k < R; k++) y[k] = vzero();
+            for (int64_t j = 0; j < m; j++) {
+                const V16 t = vload(strip + 16 * j);
+                for (int k = 0; k < R; k++) y[k] = vfma(vset(q[k * down + j * across]), t, y[k]);
+            }
+            for (int k = 0; k < R; k++) {
+                float* to = x + (i + k) * r.block + c;
+                if (width == 16) vstore(to, y[k]);
+                else vstore_part(to, y[k], width);
+            }
+        });
+    }
+}
+
+// --- rotation ---------------------------------------------------------------------------------------------------------------
+
+static void sign_rows(float* to, const float* x, const float* signs, int64_t K) {
     int64_t k = 0;
-    for (; k + 16 <= K; k += 16) vstore(x + k, vmul(vload(x + k), vload(signs + k)));
-    for (; k < K; k++) x[k] = x[k] * signs[k];
+    for (; k + 16 <= K; k += 16) vstore(to + k, vmul(vload(x + k), vload(signs + k)));
+    for (; k < K; k++) to[k] = x[k] * signs[k];
 }
 
 static void scale_row(float* x, float f, int64_t K) {
@@ -66,64 +102,98 @@ static void scale_row(float* x, float f, int64_t K) {
     for (; k < K; k++) x[k] = x[k] * f;
 }
 
+static void hadamard_blocks(float* x, int64_t K, int64_t block) { for (int64_t b = 0; b < K; b += block) hadamard(x + b, block); }
+
 static void rotate(float* rows, int64_t count, int64_t stride, int64_t K, const Rotation& r, bool inverse) {
     if (!r.signs) return;
     for (int64_t m = 0; m < count; m++) {
         float* x = rows + m * stride;
-        if (!inverse) sign_rows(x, r.signs, K);
-        for (int64_t b = 0; b < K; b += r.block) hadamard(x + b, r.block);
+        if (!inverse) sign_rows(x, x, r.signs, K);
+        if (inverse && r.mix) mix_blocks(x, r, true);
+        hadamard_blocks(x, K, r.block);
+        if (!inverse && r.mix) mix_blocks(x, r, false);
         scale_row(x, hadamard_norm(r.block), K);
-        if (inverse) sign_rows(x, r.signs, K);
+        if (inverse) sign_rows(x, x, r.signs, K);
     }
 }
 
-// int8, absmax over the row: q = round_half_even(x * (127 / absmax)), scale = absmax / 127 (times the rotation's norm).
-// A row with an infinity or NaN gets codes 0 and a NaN scale, so that it shows in every output.
-static void quantise(const Mat& x, int64_t m0, int64_t m1, const Rotation& r, int8_t* codes, int64_t Kp, float* scales, int32_t* sums) {
-    const int64_t K = x.cols;
-    float fixed[4096 + 64];
-    float* heap = Kp > 4096 ? new float[Kp + 64] : nullptr;
+// --- quantisation: absmax over the row or a group of it, with limit L (127, or 7 where activations have four bits) ----------
+// code = round_half_even(x * (L / absmax)), scale = absmax / L (times the rotation's norm). A row or group that holds an infinity
+// or NaN gets codes 0 and a NaN scale, so that it shows in every output; one whose absmax has no reciprocal is zero.
+
+// From bits of absmax to (L / absmax, scale), 0 and 0 where there is nothing to scale.
+static inline void absmax_scales(V16 amax, V16 limit, V16 norm, bool rotated, V16* inv, V16* scale) {
+    const V16 zero = vzero(), big = vset(3.4028234e38f), infinite = vset(__builtin_inff());
+    V16 f = vless_select(zero, amax, vdiv(limit, amax), zero);
+    f = vless_select(amax, infinite, f, zero);
+    f = vless_select(big, f, zero, f);
+    V16 s = vless_select(zero, f, vdiv(amax, limit), zero);
+    if (rotated) s = vmul(s, norm);
+    *inv = f;
+    *scale = vless_select(amax, infinite, s, vset(__builtin_nanf("")));
+}
+
+static inline I16 absmax_bits(const float* x, int64_t n) {
+    I16 top = iset(0);
+    for (int64_t k = 0; k < n; k += 16) top = imax_unsigned(top, vabs_bits(vload(x + k)));
+    return top;
+}
+
+static inline int32_t store_codes(const float* x, int64_t n, float inv, int8_t* q) {
+    const V16 f = vset(inv);
+    I16 sum = iset(0);
+    for (int64_t k = 0; k < n; k += 16) {
+        I16 c = vround(vmul(vload(x + k), f));   // |x * inv| < L + 0.5, so the code is within +-L
+        sum = iadd(sum, c);
+        istore_i8(q + k, c);
+    }
+    return isum(sum);
+}
+
+// The lanes from K up to `padded` of `x` are zero.
+static void quantise_row(const float* x, int64_t padded, const Rotation& r, const RowsOut& out, int64_t row) {
+    const int64_t group = out.group ? out.group : padded, count = padded / group;
+    const V16 limit = vset((float)out.limit), norm = vset(r.signs ? hadamard_norm(r.block) : 1.0f);
+    int8_t* q = out.codes + row * out.Kp;
+    float* scales = out.scales + row * count;
+    int32_t* sums = out.sums + row * count;
+    for (int64_t g = 0; g < count; g += 16) {
+        const int64_t n = count - g < 16 ? count - g : 16;
+        alignas(64) float amax[16] = {}, inv[16];
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t bits = imax_unsigned_lanes(absmax_bits(x + (g + i) * group, group));
+            __builtin_memcpy(&amax[i], &bits, 4);
+        }
+        V16 f, s;
+        absmax_scales(vload(amax), limit, norm, r.signs != nullptr, &f, &s);
+        vstore(inv, f);
+        if (n == 16) vstore(scales + g, s);
+        else vstore_part(scales + g, s, n);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t k = (g + i) * group;
+            if (inv[i] > 0.0f) sums[g + i] = store_codes(x + k, group, inv[i], q + k);
+            else {   // 0 * infinity has no code
+                __builtin_memset(q + k, 0, (size_t)group);
+                sums[g + i] = 0;
+            }
+        }
+    }
+}
+
+static void quantise(const Mat& x, int64_t m0, int64_t m1, const Rotation& r, const RowsOut& out) {
+    const int64_t K = x.cols, Kp = out.Kp;
+    float fixed[4096];
+    float* heap = Kp > 4096 ? new float[Kp] : nullptr;
     float* t = heap ? heap : fixed;
-    for (int64_t k = K & ~int64_t(15); k < Kp; k++) t[k] = 0.0f;
+    for (int64_t k = K; k < Kp; k++) t[k] = 0.0f;
     for (int64_t m = m0; m < m1; m++) {
         const float* row = x.data + m * x.stride;
-        int8_t* q = codes + m * Kp;
-        const float* src = row;
         if (r.signs) {
-            int64_t k = 0;
-            for (; k + 16 <= K; k += 16) vstore(t + k, vmul(vload(row + k), vload(r.signs + k)));
-            for (; k < K; k++) t[k] = row[k] * r.signs[k];
-            for (int64_t b = 0; b < K; b += r.block) hadamard(t + b, r.block);
-            src = t;
-        } else if (K % 16) {
-            for (int64_t k = 0; k < K; k++) t[k] = row[k];
-            src = t;
-        }
-        const int64_t whole = (K + 15) / 16 * 16;   // the tail lanes of src are zero
-        I16 top = iset(0);
-        for (int64_t k = 0; k < whole; k += 16) top = imax_unsigned(top, vabs_bits(vload(src + k)));
-        const uint32_t bits = imax_unsigned_lanes(top);
-        float amax;
-        __builtin_memcpy(&amax, &bits, 4);
-        const bool finite = bits < 0x7f800000u;
-        const float inv = finite && amax > 0.0f ? 127.0f / amax : 0.0f;
-        const bool usable = inv > 0.0f && inv <= 3.4028234e38f;   // a subnormal absmax has no reciprocal: the row is zero
-        I16 sum = iset(0);
-        if (usable) {
-            const V16 f = vset(inv);
-            for (int64_t k = 0; k < whole; k += 16) {
-                I16 c = vround(vmul(vload(src + k), f));   // |x * inv| < 127.5, so the code is within +-127
-                sum = iadd(sum, c);
-                istore_i8(q + k, c);
-            }
-            for (int64_t k = whole; k < Kp; k++) q[k] = 0;
-        } else {
-            for (int64_t k = 0; k < Kp; k++) q[k] = 0;
-        }
-        float s = usable ? amax / 127.0f : 0.0f;
-        if (r.signs) s = s * hadamard_norm(r.block);
-        scales[m] = finite ? s : __builtin_nanf("");
-        sums[m] = isum(sum);
+            sign_rows(t, row, r.signs, K);
+            hadamard_blocks(t, K, r.block);
+            if (r.mix) mix_blocks(t, r, false);
+        } else if (K != Kp) __builtin_memcpy(t, row, sizeof(float) * (size_t)K);
+        quantise_row(r.signs || K != Kp ? t : row, Kp, r, out, m);
     }
     delete[] heap;
 }
@@ -232,26 +302,6 @@ static void softcap(const Mat& x, int64_t m0, int64_t m1, float cap) {
             float* p = x.data + m * x.stride + k;
             vstore(p, vmul(c, vtanh(vdiv(vload(p), c))));
         }
-}
-
-// --- embedding look-up: one column of a slice, un-tiled, scaled, rotated back -----------------------------------------------
-
-static void gather_i8(const Slice& s, int64_t column, int64_t K, const Rotation& r, float* out) {
-    const int64_t g = column / 32, lane = column % 32;
-    const V16 f = vset(s.scales[column]);
-    for (int64_t k = 0; k < K; k += 16) {
-        const int64_t part = k / s.ks, inner = k % s.ks;
-        const uint8_t* p = s.codes + part * s.n * s.ks + g * 32 * s.ks + inner / 32 * 1024 + lane * 32 + inner % 32;
-        V16 v = vmul(vfloat(iload_i8((const int8_t*)p)), f);
-        if (k + 16 <= K) vstore(out + k, v);
-        else vstore_part(out + k, v, K - k);
-    }
-    rotate(out, 1, K, K, r, true);
-}
-
-static void gather_f32(const Slice& s, int64_t column, int64_t K, float* out) {
-    const float* p = (const float*)s.codes + column / 16 * 16 * s.Kp + column % 16;
-    for (int64_t k = 0; k < K; k++) out[k] = p[k * 16];
 }
 
 // --- sampling ---------------------------------------------------------------------------------------------------------------

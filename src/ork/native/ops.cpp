@@ -7,6 +7,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <stdexcept>
 #include <unordered_map>
 #include "pool.h"
 
@@ -58,10 +59,10 @@ Array::Array(int64_t r, int64_t c) : rows(r), cols(c), stride(round_up(c, 64)), 
         for (int64_t i = 0; i < rows; i++) std::memset(m.data + i * stride + cols, 0, sizeof(float) * (stride - cols));
 }
 
-QuantisedRows::QuantisedRows(int64_t m, int64_t k) : M(m), Kp(k), buffer_(round_up(m * k, 64) + m * 8 + 64) {
+QuantisedRows::QuantisedRows(int64_t m, int64_t k, int64_t g) : M(m), Kp(k), group(g), buffer_(round_up(m * k, 64) + m * groups() * 8 + 64) {
     codes = (int8_t*)buffer_.data();
     scales = (float*)(codes + round_up(m * k, 64));
-    sums = (int32_t*)(scales + m);
+    sums = (int32_t*)(scales + m * groups());
 }
 
 int64_t KvCache::key_bytes() const { return heads * dim * KV_BLOCK * (half ? 2 : 4); }
@@ -87,13 +88,17 @@ KvLayer KvCache::layer(int64_t i) const {
 void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& jobs) {
     const Kernels* k = kernels();
     int64_t groups = 0;
-    for (const auto& j : jobs) groups += j.slice.n / GROUP_I8;
+    for (const auto& j : jobs) {
+        groups += j.slice.n / GROUP_I8;
+        if (is_quantised(j.slice.codec) && (j.slice.codec != Codec::i8 || rows->group)) throw std::runtime_error("no kernel yet for 4-bit codes and groups");
+    }
     auto work = [&](int64_t b, int64_t e, int) {
         for (const auto& j : jobs) {   // the part of [b, e) that falls into each slice
             const int64_t n = j.slice.n / GROUP_I8;
             if (b < n && e > 0) {
                 const int64_t g0 = b > 0 ? b : 0, g1 = e < n ? e : n;
                 if (j.slice.codec == Codec::i8) k->linear_i8(*rows, 0, rows->M, j.slice, g0, g1, j.out, j.bias);
+                else if (j.slice.codec == Codec::f16) k->linear_f16(x, 0, x.rows, j.slice, g0, g1, j.out, j.bias);
                 else k->linear_f32(x, 0, x.rows, j.slice, g0, g1, j.out, j.bias);
             }
             b -= n;
@@ -110,7 +115,9 @@ void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& job
 
 void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t stride) {
     const Kernels* k = kernels();
-    parallel_runs(slice.n / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(rows, slice, b, e, out, stride); });
+    if (slice.codec == Codec::i8) parallel_runs(slice.n / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(rows, slice, b, e, out, stride); });
+    else if (!k->accumulate_4bit) throw std::runtime_error("no kernel yet for 4-bit codes");
+    else parallel_runs(slice.n / GROUP_I4, [&](int64_t b, int64_t e, int) { k->accumulate_4bit(rows, slice, b, e, out, stride); });
 }
 
 void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, const uint8_t* w, int64_t N, int32_t* out, int64_t out_pitch) {
@@ -124,7 +131,7 @@ void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, cons
         rows.sums[m] = sum;
         rows.full_range |= least == -128;
     }
-    const Slice slice = {Codec::i8, w, nullptr, K, K, 0, (int32_t)N};
+    const Slice slice = {Codec::i8, w, nullptr, nullptr, K, K, 0, (int32_t)N, 0};
     const Rows view = rows.view();
     const Kernels* k = kernels();
     parallel_runs(N / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(view, slice, b, e, out, out_pitch); });
@@ -139,9 +146,18 @@ void op_scale_sums(const std::vector<const int32_t*>& parts, int64_t pitch, cons
 
 // --- rows -------------------------------------------------------------------------------------------------------------------
 
-void op_quantise(const Mat& x, const Rotation& r, QuantisedRows& out) {
+void op_quantise(const Mat& x, const Rotation& r, int limit, QuantisedRows& out) {
     const Kernels* k = kernels();
-    by_rows(x.rows, 4 * x.cols, [&](int64_t b, int64_t e) { k->quantise(x, b, e, r, out.codes, out.Kp, out.scales, out.sums); });
+    const RowsOut to = {out.codes, out.scales, out.sums, out.Kp, out.group, limit};
+    by_rows(x.rows, (4 + r.m) * x.cols, [&](int64_t b, int64_t e) { k->quantise(x, b, e, r, to); });
+}
+
+void op_inflate(Codec codec, const uint8_t* src, int64_t runs, int64_t tiles, int8_t* dst) {
+    const Kernels* k = kernels();
+    if (!k->inflate) throw std::runtime_error("no kernel yet for 4-bit codes");
+    parallel_runs(runs, [&](int64_t b, int64_t e, int) {
+        for (int64_t i = b; i < e; i++) k->inflate(codec, src + i * tiles * 1024, tiles, dst + 2 * i * tiles * 1024, dst + (2 * i + 1) * tiles * 1024);
+    });
 }
 
 void op_rms_norm(const Mat& x, const float* weight, float eps, const Mat& out) {
@@ -194,8 +210,7 @@ void op_gather(const std::vector<Slice>& slices, const int32_t* ids, int64_t cou
                 const int64_t column = ids[i] - s.n0;
                 if (column < 0 || column >= s.n) continue;
                 float* row = out.data + i * out.stride;
-                if (s.codec == Codec::i8) k->gather_i8(s, column, K, r, row);
-                else k->gather_f32(s, column, K, row);
+                k->gather(s, column, K, r, row);
                 break;
             }
     });

@@ -35,9 +35,10 @@ class Array {
 
 class QuantisedRows {
   public:
-    QuantisedRows(int64_t M, int64_t Kp);
-    Rows view() const { return {codes, scales, sums, M, Kp, full_range}; }
-    const int64_t M, Kp;
+    QuantisedRows(int64_t M, int64_t Kp, int64_t group = 0);
+    Rows view() const { return {codes, scales, sums, M, Kp, group, full_range}; }
+    int64_t groups() const { return group ? Kp / group : 1; }   // scales and sums a row
+    const int64_t M, Kp, group;
     bool full_range = false;
     int8_t* codes;
     float* scales;
@@ -80,7 +81,9 @@ void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t s
 // Sums of int8 rows `pitch` apart with one weight block [N/32][K/32][32][32], for the emulator: out[m][n], rows out_pitch apart.
 void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, const uint8_t* w, int64_t N, int32_t* out, int64_t out_pitch);
 void op_scale_sums(const std::vector<const int32_t*>& parts, int64_t pitch, const Rows& rows, const float* scales, int64_t n0, int64_t n, const Mat& out, const float* bias);
-void op_quantise(const Mat& x, const Rotation& rotation, QuantisedRows& out);
+void op_quantise(const Mat& x, const Rotation& rotation, int limit, QuantisedRows& out);
+// 4-bit codes [runs][tiles][64][32] -> int8 [2 runs][tiles][32][32].
+void op_inflate(Codec codec, const uint8_t* src, int64_t runs, int64_t tiles, int8_t* dst);
 void op_rms_norm(const Mat& x, const float* weight, float eps, const Mat& out);
 void op_head_norm(const Mat& x, int64_t dim, const float* weight, float eps);
 void op_rope_table(const Batch& batch, const std::vector<double>& inv_freq, float magnitude, const Mat& out);

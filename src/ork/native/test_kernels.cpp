@@ -31,7 +31,7 @@ void linear_i8(const Kernels& k, Trace& t) {
                 for (int64_t m = 0; m < M; m++)
                     for (int64_t i = 0; i < s.K; i++)   // the first row holds the largest sums there are
                         sums[m] += a[m * w.Kp + i] = m == 0 ? (full ? -128 : 127) : r.code(full ? -128 : -127);
-                const Rows rows = {a.data(), scales.data(), sums.data(), M, w.Kp, full != 0};
+                const Rows rows = {a.data(), scales.data(), sums.data(), M, w.Kp, 0, full != 0};
                 t.at("linear_i8 M=%d K=%d ks=%d n=%d full_range=%d", (int)M, (int)s.K, (int)s.ks, (int)s.n, full);
 
                 std::vector<int32_t> acc((size_t)(M * (64 + s.n)), 77);
@@ -127,7 +127,7 @@ void quantise(const Kernels& k, Trace& t) {
             std::vector<float> scales((size_t)M, POISON);
             std::vector<int32_t> sums((size_t)M, 77);
             t.at("quantise K=%d block=%d", (int)K, (int)block);
-            k.quantise(x.mat(), 0, M, rotation, codes.data(), Kp, scales.data(), sums.data());
+            k.quantise(x.mat(), 0, M, rotation, {codes.data(), scales.data(), sums.data(), Kp, 0, 127});
             t.record(codes);
             t.record(scales);
             t.record(sums);
@@ -309,8 +309,8 @@ void gather(const Kernels& k, Trace& t) {
             t.at("gather K=%d block=%d", (int)K, (int)block);
             for (int64_t c : {0, 1, 15, 16, 31, 32, 63}) {
                 std::vector<float> a((size_t)K, POISON), b((size_t)K, POISON);
-                k.gather_i8(w.slice, c, K, {block ? sign.data() : nullptr, block}, a.data());
-                k.gather_f32(f.slice, c, K, b.data());
+                k.gather(w.slice, c, K, {block ? sign.data() : nullptr, block}, a.data());
+                k.gather(f.slice, c, K, {}, b.data());
                 t.record(a);
                 t.record(b);
                 if (!t.oracle) continue;

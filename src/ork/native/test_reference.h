@@ -92,7 +92,7 @@ struct Weights {
                     std::memcpy(&codes[(size_t)(4 * (c / 16 * 16 * Kp + k * 16 + c % 16))], &plain_f32[(size_t)(c * Kp + k)], 4);
                 }
         }
-        slice = {codec, codes.data(), scales.data(), Kp, ks, n0, (int32_t)n};
+        slice = {codec, codes.data(), scales.data(), nullptr, Kp, ks, n0, (int32_t)n, 0};
     }
 };
 

@@ -45,7 +45,7 @@ void ops(const Kernels& k, Trace& t) {
             const std::vector<float> sign = signs(r, 576), weight = floats(r, 576, 1.0f, 0.2f);
             QuantisedRows rows(M, 576);
             op_rms_norm(x.mat(), weight.data(), 1e-6f, normed.mat());
-            op_quantise(normed.mat(), {sign.data(), 64}, rows);
+            op_quantise(normed.mat(), {sign.data(), 64}, 127, rows);
             const Rows view = rows.view();
             op_linear(normed.mat(), &view, {{a.slice, y.mat(), nullptr}, {b.slice, y.mat(), nullptr}});
             op_linear(normed.mat(), nullptr, {{f.slice, z.mat(), nullptr}});
