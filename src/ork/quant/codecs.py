@@ -4,42 +4,79 @@
     nf4  codes 0..15, which mean NF4_LEVELS     f16, f32   the values themselves
 
 One scale a row, or one a group of 32, 64 or 128 inputs: float(f16) x the row's f32. That f32 is a power of two, so that
-the product is exact, and places the row's largest group scale well inside f16's range: 13 octaves below keep f16's
-full precision, 3 above are room for scales that grow while a row is being quantised (GPTQ). Codes are chosen with the
-scale that is stored: code = round half to even of row x (1 / scale), the nearest level for nf4.
+the product is exact, and places the row's largest group scale well inside f16's range: 24 octaves below it are left
+before a scale is lost, and 3 above for scales that grow while a row is being quantised (GPTQ).
+
+Codes are chosen with the scale that is stored: code = round half to even of value x (1 / scale); for nf4 the nearest
+level, the upper one half-way. A row is first multiplied by the power of two that brings its absmax into [1, 2), and a
+row of nothing from 2^-100 on is zero.
 
 A scale is searched from absmax's: of the clip ratios tried, the one with strictly the lowest sum of squared errors
-(weighted by importance, if given), then least squares for the codes it led to, while that helps.
+(weighted by importance, if given), the earlier of equals; then least squares for the codes that it leads to, while that
+lowers the error. nf4's levels are not symmetric, so its search also tries negative scales. Loops and bits:
+native/kernels_quant.inl, which gives the same codes on every machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ork import tiles
+from ork import native, tiles
 from ork.errors import SourceError
 
+F32 = npt.NDArray[np.float32]
+
 NF4_LEVELS: Final = np.array([-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127], np.int8)
-TOP: Final = {"i8": 127, "i4": 7, "nf4": 127}  # the level that absmax becomes
 GROUPS: Final = (128, 64, 32)
 SEARCHES: Final = ("absmax", "mse", "importance")
-HEADROOM: Final = {"i8": 18, "i4": 14, "nf4": 18}  # log2 of row scale over channel scale, see `channel_scale`
-SMALLEST: Final = np.float32(2.0**-100)  # a row of nothing larger is zero
+REFINE: Final = 3  # rounds of least squares at most
+SMALLEST: Final = 2.0**-100
 
-F32 = npt.NDArray[np.float32]
+_STEPS = np.arange(19, 1, -1) / 20  # 0.95, 0.90 ... 0.10
+_ABOVE = np.array([1.05, 1.1, 1.15, 1.2])  # one code more or less can fit a small group better than its absmax does
+
+
+def _ratios(*parts: npt.NDArray[np.float64]) -> F32:
+    ratios = np.concatenate(parts).astype(np.float32)
+    ratios.flags.writeable = False
+    return ratios
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a quantised codec is to the search: its number for `native`, the level that absmax becomes, clip ratios to
+    try besides 1, and log2 of a grouped row's own scale (its absmax rounded down to a power of two) over its channel's.
+    """
+
+    number: int
+    top: int
+    ratios: F32
+    headroom: int
+
+
+_BOTH_SIGNS = np.concatenate([-np.ones(1), *([r, -r] for r in _STEPS[:10]), *([r, -r] for r in _ABOVE)])
+
+SCHEMES: Final = MappingProxyType(
+    {
+        "i8": Scheme(1, 127, _ratios(_STEPS, _ABOVE), 18),
+        "i4": Scheme(2, 7, _ratios(_STEPS, _ABOVE), 14),
+        "nf4": Scheme(3, 127, _ratios(_BOTH_SIGNS, _STEPS[10:]), 18),
+    }
+)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Rows as stored. Padding of `codes` beyond K holds zeros."""
+    """Rows as stored; what pads `codes` beyond K is zero."""
 
-    codes: npt.NDArray[Any]  # i8 [n, Kp]; of f16 and f32 the floats
+    codes: npt.NDArray[Any]  # i8 [n, Kp]; of f16 and f32 the values
     channel: F32 | None  # [n]; None: f16, f32
-    groups: npt.NDArray[np.float16] | None  # [n, Kp / group]; None: one scale a row
+    groups: npt.NDArray[np.float16] | None  # [n, K / group]; None: one scale a row
 
 
 def effective_group(K: int, asked: int) -> int:
@@ -47,83 +84,62 @@ def effective_group(K: int, asked: int) -> int:
     return next((g for g in GROUPS if g <= asked and K % g == 0), 0)
 
 
-def channel_scale(codec: str, peaks: F32) -> F32:
-    """The channel scales f32 [n] of grouped rows whose absmax is `peaks` f32 [n]: powers of two, 0 for a zero row.
+def channel_scales(codec: str, peaks: F32) -> F32:
+    """The channel scales f32 [n] that grouped rows of absmax `peaks` f32 [n] get; 0 for a zero row.
 
-    Absmax / top of the row over it lies in [2048, 4681]; f16 ends at 65504.
+    A group's f16 is its scale over this: at most 4681 where no group's scale is above absmax / top, of 65504.
     """
     _, exponent = np.frexp(peaks)
-    return np.where(peaks < SMALLEST, 0, np.ldexp(np.float32(1), exponent - 1 - HEADROOM[codec])).astype(np.float32)
-
-
-GRID: Final = tuple(np.float32(r) for r in (1, *np.arange(0.98, 0.09, -0.02), 1.05, 1.1))
+    scales = np.ldexp(np.float32(1), exponent - 1 - SCHEMES[codec].headroom)
+    return np.where(peaks < SMALLEST, np.float32(0), scales).astype(np.float32)
 
 
 def quantise(
     codec: str,
     rows: F32,
-    group: int,
+    group: int = 0,
     *,
     search: str = "absmax",
     importance: F32 | None = None,
+    ratios: F32 | None = None,
+    refine: int = REFINE,
 ) -> Quantised:
+    """Codes and scales of f32 rows [n, K], rotated already if they are to be; `group` as `effective_group` gives it.
+
+    `importance` f32 [K], finite and not negative, weighs squared errors in the search of that name. `ratios` and
+    `refine` replace the codec's own search, for comparisons. Raises SourceError, naming the row, for a value that is
+    not finite or, with f16, too large.
+    """
     n, K = rows.shape
-    Kp = tiles.pad_k(K)
-    peaks = np.abs(rows).max(axis=1)
-    bad = np.flatnonzero(~np.isfinite(peaks))
-    if bad.size:
-        raise SourceError(f"row {bad[0]} holds a value that is not finite: the source is damaged or not a model")
-    if codec in ("f16", "f32"):
-        codes = np.zeros((n, Kp), tiles.CODECS[codec].dtype)
-        codes[:, :K] = rows
-        return Quantised(codes, None, None)
-    _, exponent = np.frexp(peaks)
-    y = np.ldexp(np.where((peaks < SMALLEST)[:, None], 0, rows), 1 - exponent[:, None]).astype(np.float32)
-    size = group or K
-    y = y.reshape(n, K // size, size)
-    weight = np.float32(1) if importance is None else (importance / importance.max()).reshape(1, -1, size)
-    base = np.abs(y).max(axis=2) / np.float32(TOP[codec])
-    unit = np.float32(2.0 ** HEADROOM[codec])
-
-    def stored(s: F32) -> F32:
-        return ((s * unit).astype(np.float16).astype(np.float32) / unit) if group else s.astype(np.float32)
-
-    def level(s: F32) -> npt.NDArray[Any]:
-        with np.errstate(divide="ignore"):
-            inv = np.where(s == 0, np.float32(0), np.float32(1) / s)[:, :, None]
-        t = y * inv
-        if codec == "nf4":
-            mids = (NF4_LEVELS[:-1].astype(np.float32) + NF4_LEVELS[1:]) / 2
-            return NF4_LEVELS[np.searchsorted(mids, t, side="right")].astype(np.float32)
-        return np.clip(np.rint(t), -TOP[codec], TOP[codec])
-
-    def error(s: F32) -> F32:
-        return (weight * (y - s[:, :, None] * level(s)) ** 2).sum(axis=2)
-
-    best = stored(base)
-    if search != "absmax":
-        least = error(best)
-        for ratio in GRID[1:]:
-            s = stored(base * ratio)
-            e = error(s)
-            best, least = np.where(e < least, s, best), np.minimum(e, least)
-        for _ in range(3):
-            q = level(best)
-            den = (weight * q * q).sum(axis=2)
-            s = stored(np.where(den > 0, (weight * y * q).sum(axis=2) / np.where(den > 0, den, 1), best))
-            e = error(s)
-            best, least = np.where(e < least, s, best), np.minimum(e, least)
-    q = level(best).reshape(n, K)
-    codes = np.zeros((n, Kp), np.int8)
-    codes[:, :K] = np.searchsorted(NF4_LEVELS, q.astype(np.int8)) if codec == "nf4" else q
-    if group:
-        channel = channel_scale(codec, peaks)
-        return Quantised(codes, channel, (best * unit).astype(np.float16))
-    return Quantised(codes, np.ldexp(best[:, 0], exponent - 1).astype(np.float32), None)
+    rows = np.ascontiguousarray(rows, np.float32)
+    if codec not in SCHEMES:
+        return _floats(codec, rows)
+    if search not in SEARCHES or (search == "importance") != (importance is not None):
+        raise ValueError(f"search {search!r} of {', '.join(SEARCHES)}; importance goes with the search of that name")
+    scheme = SCHEMES[codec]
+    if search == "absmax":
+        ratios = np.empty(0, np.float32)
+    codes, channel = np.empty((n, tiles.pad_k(K)), np.int8), np.empty(n, np.float32)
+    groups = np.empty((n, K // group), np.float16) if group else None
+    bad = native.quantise_weights(
+        scheme.number,
+        rows,
+        group,
+        None if importance is None else _weight(importance),
+        scheme.ratios if ratios is None else ratios,
+        refine,
+        scheme.headroom,
+        codes,
+        channel,
+        None if groups is None else groups.view(np.uint16),
+    )
+    if bad >= 0:
+        raise SourceError(_not_finite(bad))
+    return Quantised(codes, channel, groups)
 
 
 def dequantise(codec: str, q: Quantised, K: int) -> F32:
-    """f32 [n, K] of what is stored: level x (f16 x channel), the product of scales first."""
+    """f32 [n, K] of what is stored: level x (f16 x channel), the product of the scales first."""
     if q.channel is None:
         return np.ascontiguousarray(q.codes[:, :K], np.float32)
     levels = (NF4_LEVELS[q.codes[:, :K]] if codec == "nf4" else q.codes[:, :K]).astype(np.float32)
@@ -131,3 +147,26 @@ def dequantise(codec: str, q: Quantised, K: int) -> F32:
         return levels * q.channel[:, None]
     scales = q.groups.astype(np.float32) * q.channel[:, None]
     return (levels.reshape(*scales.shape, -1) * scales[:, :, None]).reshape(levels.shape)
+
+
+def _floats(codec: str, rows: F32) -> Quantised:
+    """f16 and f32: the values, padded."""
+    n, K = rows.shape
+    values = np.zeros((n, tiles.pad_k(K)), tiles.CODECS[codec].dtype)
+    with np.errstate(over="ignore"):
+        values[:, :K] = rows
+    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    if bad.size:
+        finite = np.isfinite(rows[bad[0]]).all()
+        raise SourceError(f"row {bad[0]} holds a value beyond f16's range" if finite else _not_finite(bad[0]))
+    return Quantised(values, None, None)
+
+
+def _weight(importance: F32) -> F32 | None:
+    """Importance as weights of at most 1; None where no input matters."""
+    top = float(importance.max())
+    return np.ascontiguousarray(importance / np.float32(top), np.float32) if top > 0 else None
+
+
+def _not_finite(row: int) -> str:
+    return f"row {row} holds a value that is not finite: the source is damaged or not a model"
