@@ -60,8 +60,29 @@ class StringTable(Sequence[str]):
             start = int(self.starts[0])
             blob = bytes(self.data[start : int(self.starts[-1] + self.lengths[-1])])
         else:
-            blob = b"".join(self.raw(i) for i in range(len(self)))
+            ends = np.cumsum(self.lengths, dtype=np.uint64)
+            shift = np.repeat(self.starts - (ends - self.lengths), self.lengths.astype(np.int64))
+            blob = np.frombuffer(self.data, np.uint8)[shift + np.arange(len(shift), dtype=np.uint64)].tobytes()
         return blob, self.lengths.astype(np.uint32)
+
+    def utf8(self) -> StringTable:
+        """The same strings in one piece and all UTF-8: in one that is not, U+FFFD replaces what does not decode."""
+        blob, lengths = self.packed()
+        table = StringTable.unpacked(blob, lengths)
+        first = np.frombuffer(blob, np.uint8)[table.starts[lengths > 0]]
+        try:
+            blob.decode()
+        except UnicodeDecodeError:
+            return StringTable.of(self[:])
+        return table if not (first & 0xC0 == 0x80).any() else StringTable.of(self[:])
+
+    def decoded(self) -> tuple[list[str], npt.NDArray[np.int64]]:
+        """All strings of a table made by `utf8`, and how many characters each has."""
+        text = str(self.data, "utf-8")
+        firsts = np.zeros(len(self.data) + 1, np.int64)  # characters before each byte
+        np.cumsum(np.frombuffer(self.data, np.uint8) & 0xC0 != 0x80, out=firsts[1:])
+        starts, ends = firsts[self.starts], firsts[self.starts + self.lengths]
+        return [text[a:b] for a, b in zip(starts.tolist(), ends.tolist())], ends - starts
 
     @classmethod
     def unpacked(cls, blob: bytes | memoryview, lengths: npt.NDArray[np.uint32]) -> StringTable:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from ork.errors import OrkError, PackDamaged, SourceError, UsageError
 from ork.text import tokenizer as module
 from ork.text.tokenizer import Tokenizer, build_tokenizer
-from ork.text.vocab import one_merge_each
 from tests.text import reference
 from tests.text.vocabs import TINY, as_metadata, tokenizer, with_keys
 
@@ -151,27 +149,6 @@ def test_ends_of_generation() -> None:
 def test_undecodable_arguments_are_encoded_as_replacement(text: str) -> None:
     t = tokenizer("bpe")
     assert t.decode(t.encode(text)) == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-@given(words=st.lists(st.text("ab", min_size=2, max_size=6), max_size=12, unique=True), text=st.text("ab", max_size=16))
-def test_one_merge_of_each_token_is_enough(words: list[str], text: str) -> None:
-    known = {"a", "b", *words}
-    rank = {}
-    for word in words:  # every split of every word, in any order of words
-        for i in range(1, len(word)):
-            if word[:i] in known and word[i:] in known:
-                rank[word[:i], word[i:]] = len(rank)
-
-    def merged(rank: dict[tuple[str, str], int]) -> list[str]:
-        parts = list(text)
-        while pairs := [(rank[p], i) for i, p in enumerate(pairwise(parts)) if p in rank]:
-            i = min(pairs)[1]
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        return parts
-
-    kept = one_merge_each(rank)
-    assert merged({pair: rank[pair] for pair in kept}) == merged(rank)
-    assert len({a + b for a, b in kept}) == len(kept)
 
 
 # --- Hugging Face's tokenizer.json

@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
 
+from ork import native
 from ork.errors import SourceError
 from ork.sources.base import MetaValue
 from ork.strings import StringTable
@@ -44,6 +47,37 @@ EOG_TEXTS: Final = frozenset(
 EOG_CONTROL_TEXTS: Final = frozenset(("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["))
 SPACE_MARK: Final = "\u2581"
 
+Kinds = npt.NDArray[np.uint8]
+Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The texts of all tokens, as bytes in one piece and as Python's strings."""
+
+    table: StringTable
+    texts: list[str]
+    characters: npt.NDArray[np.int64]  # of each text
+
+    @classmethod
+    def of(cls, tokens: StringTable) -> _Vocabulary:
+        table = tokens.utf8()
+        return cls(table, *table.decoded())
+
+    @property
+    def arrays(self) -> Arrays:
+        """Bytes, starts and lengths, as native calls take them."""
+        return _arrays(self.table)
+
+
+def _arrays(table: StringTable) -> Arrays:
+    return np.frombuffer(table.data, np.uint8), table.starts, table.lengths
+
+
+def _mergeable(kinds: Kinds) -> npt.NDArray[np.uint8]:
+    """1 for tokens that merging may make: never a control or byte token, however it is typed."""
+    return np.isin(kinds, (NORMAL, USER, UNUSED)).astype(np.uint8)
+
 
 def build_tokenizer(metadata: Mapping[str, MetaValue]) -> bytes:
     """The bytes that `Tokenizer.load` reads, from GGUF keys or from `tokenizer.huggingface.json`.
@@ -71,14 +105,14 @@ def _from_gguf(model: str, metadata: Mapping[str, MetaValue]) -> Ready:
     tokens = _table(metadata, "tokens")
     if tokens is None or not len(tokens):
         raise SourceError("tokenizer.ggml.tokens is missing: the model file has no vocabulary")
-    texts = tokens[:]
-    n = len(texts)
+    vocabulary = _Vocabulary.of(tokens)
+    n = len(tokens)
     specials = {key: _id(metadata, key, n) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     kinds = _kinds(metadata, n, specials.values())
     if model == "llama":
         defaults = {"bos": 1, "eos": 2, "unknown": 0}
         specials |= {k: v for k, v in defaults.items() if specials[k] is None and v < n}
-        merges = _merges_by_score(texts, kinds, _scores(metadata, n))
+        merges = _merges_by_score(vocabulary, kinds, _scores(metadata, n))
         pipeline: dict[str, Any] = {"pre_tokenizer": None}
         spelling, ignore_merges, add_bos = SPACES, False, True
     else:
@@ -95,12 +129,12 @@ def _from_gguf(model: str, metadata: Mapping[str, MetaValue]) -> Ready:
         listed = _table(metadata, "merges")
         if listed is None:
             raise SourceError("tokenizer.ggml.merges is missing: a BPE vocabulary cannot be used without")
-        merges = _merges_as_listed(texts, kinds, (_pair(merge) for merge in listed))
+        merges = _merges_as_listed(vocabulary, kinds, listed)
     if spelling == SPACES:
         space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
         pipeline = {"normalizer": space, **pipeline}
     ready = _ready(
-        texts,
+        vocabulary,
         kinds,
         merges,
         spelling=spelling,
@@ -136,27 +170,25 @@ def _id(metadata: Mapping[str, MetaValue], key: str, n: int) -> int | None:
     return value
 
 
-def _numbers(metadata: Mapping[str, MetaValue], key: str, n: int) -> list[Any] | None:
+def _numbers(metadata: Mapping[str, MetaValue], key: str, n: int) -> npt.NDArray[np.float64] | None:
     value = metadata.get(f"tokenizer.ggml.{key}")
     if value is None:
         return None
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf" or len(value) != n:
         raise SourceError(f"tokenizer.ggml.{key} is not an array of {n} numbers, one for each token")
-    numbers: list[Any] = value.tolist()
-    return numbers
+    return value.astype(np.float64)
 
 
-def _kinds(metadata: Mapping[str, MetaValue], n: int, specials: Iterable[int | None]) -> list[int]:
-    kinds = _numbers(metadata, "token_type", n)
-    if kinds is None:
-        kinds = [NORMAL] * n
-        for i in specials:
-            if i is not None:
-                kinds[i] = CONTROL
-    return [k if NORMAL <= k <= BYTE else UNUSED for k in kinds]
+def _kinds(metadata: Mapping[str, MetaValue], n: int, specials: Iterable[int | None]) -> Kinds:
+    numbers = _numbers(metadata, "token_type", n)
+    if numbers is None:
+        kinds = np.full(n, NORMAL, np.uint8)
+        kinds[[i for i in specials if i is not None]] = CONTROL
+        return kinds
+    return np.where((numbers >= NORMAL) & (numbers <= BYTE), numbers, UNUSED).astype(np.uint8)
 
 
-def _scores(metadata: Mapping[str, MetaValue], n: int) -> list[float]:
+def _scores(metadata: Mapping[str, MetaValue], n: int) -> npt.NDArray[np.float64]:
     scores = _numbers(metadata, "scores", n)
     if scores is None:
         raise SourceError("tokenizer.ggml.scores is missing: a SentencePiece vocabulary cannot be used without")
@@ -202,7 +234,7 @@ def _from_document(doc: dict[str, Any], metadata: Mapping[str, MetaValue]) -> Re
     if min(by_id) < 0 or n > 2 * len(by_id) + 4096:
         raise SourceError("tokenizer.json: the token numbers have holes")
     texts = [by_id.get(i, "") for i in range(n)]
-    kinds = [NORMAL if i in by_id else UNUSED for i in range(n)]
+    kinds = np.array([NORMAL if i in by_id else UNUSED for i in range(n)], np.uint8)
     fallback = bool(model.get("byte_fallback"))
     if fallback:
         for i, text in enumerate(texts):
@@ -216,11 +248,11 @@ def _from_document(doc: dict[str, Any], metadata: Mapping[str, MetaValue]) -> Re
     except Exception as error:  # the library has no error class of its own
         raise SourceError(f"tokenizer.json: normalizer or pre_tokenizer is not supported: {error}") from None
     bos = _template_bos(doc.get("post_processor"))
-    listed = (tuple(m) if isinstance(m, list) else _pair(m) for m in model["merges"])
+    vocabulary = _Vocabulary.of(StringTable.of(texts))
     ready = _ready(
-        texts,
+        vocabulary,
         kinds,
-        _merges_as_listed(texts, kinds, listed),
+        _merges_as_listed(vocabulary, kinds, *_listed(model["merges"])),
         spelling=BYTES if '"ByteLevel"' in json.dumps(pipeline) else SPACES,
         pipeline=pipeline,
         bos=bos if bos is not None else _id(metadata, "bos", n),
@@ -284,7 +316,15 @@ def without_prefix(pipeline: dict[str, Any]) -> dict[str, Any]:
 
 # --- merges ---------------------------------------------------------------------------------------------------------
 
-Merges = list[tuple[int, int, int]]  # (left, right, result), best first
+Merges = npt.NDArray[np.uint32]  # [n, 3]: left, right, result; best first
+
+
+def _listed(merges: Sequence[Any]) -> tuple[StringTable, npt.NDArray[np.uint64]]:
+    """The merges of a tokenizer.json, each "left right" or [left, right], and the bytes of their left parts."""
+    pairs = [m if isinstance(m, list) else _pair(m) for m in merges]
+    pairs = [pair for pair in pairs if len(pair) == 2]
+    lines = StringTable.of(f"{left} {right}" for left, right in pairs)
+    return lines, np.array([len(left.encode()) for left, _ in pairs], np.uint64)
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -292,85 +332,38 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:1] + left, right
 
 
-def _mergeable(texts: Sequence[str], kinds: Sequence[int]) -> dict[str, int]:
-    """text -> id of the tokens that merging may make: never a control or byte token, however it is typed."""
-    ids: dict[str, int] = {}
-    for i, (text, kind) in enumerate(zip(texts, kinds)):
-        if text and kind in (NORMAL, USER, UNUSED):
-            ids.setdefault(text, i)
-    return ids
-
-
-def _merges_by_score(texts: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> Merges:
+def _merges_by_score(vocabulary: _Vocabulary, kinds: Kinds, scores: npt.NDArray[np.float64]) -> Merges:
     """SPM joins any two neighbours whose joined text is a token, the best score first, the leftmost on a tie.
 
     Among equal scores the longer text goes first: then a run of one character (the only case of ties in vocabularies
     of this kind: spaces, line ends) grows from its left end as it does when the leftmost pair is taken each time.
     Tokens whose letters are not all tokens are left out: SentencePiece makes none.
     """
-    ids = _mergeable(texts, kinds)
-    order = sorted(ids, key=lambda text: (-scores[ids[text]], -len(text), ids[text]))
-    rank = {text: r for r, text in enumerate(order)}
-    merges = []
-    for text in order:
-        parts = list(text)
-        while len(parts) > 2:
-            best, at = len(order), -1
-            for i in range(len(parts) - 1):
-                r = rank.get(parts[i] + parts[i + 1], best)
-                if r < best:
-                    best, at = r, i
-            if at < 0:
-                break
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2 and parts[0] in ids and parts[1] in ids:
-            merges.append((ids[parts[0]], ids[parts[1]], ids[text]))
-    return merges
+    return native.merges_by_score(*vocabulary.arrays, _mergeable(kinds), scores)
 
 
-def _merges_as_listed(texts: Sequence[str], kinds: Sequence[int], listed: Iterable[tuple[str, str]]) -> Merges:
-    ids = _mergeable(texts, kinds)
-    rank: dict[tuple[str, str], int] = {}
-    for r, pair in enumerate(listed):
-        if len(pair) == 2 and pair[0] in ids and pair[1] in ids and pair[0] + pair[1] in ids:
-            rank.setdefault(pair, r)
-    merges = [(left, right) for left, right in rank]
-    if len({left + right for left, right in merges}) < len(merges):
-        merges = one_merge_each(rank)
-    return [(ids[left], ids[right], ids[left + right]) for left, right in merges]
-
-
-def one_merge_each(rank: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
-    """Of the pairs that make the same token only one ever does: the last merge of that token's own text.
+def _merges_as_listed(
+    vocabulary: _Vocabulary, kinds: Kinds, listed: StringTable, cuts: npt.NDArray[np.uint64] | None = None
+) -> Merges:
+    """One merge a token. Of the pairs that make the same token only one ever does: the last merge of its own text.
 
     While a token forms inside a longer text, no merge crosses its ends (else it would not form), and the best merge
     of all that lies inside is the best of those inside. So the same merges happen in the same order as if the token's
     text stood alone, and the last one is always the same pair. Tokens that do not form alone never form.
     Vocabularies that list every way to split a token lose half of their merges by this, and start faster.
+
+    Without `cuts` the left part of a listed merge ends at the first space behind its first character.
     """
-    kept, worst = [], 1 + max(rank.values(), default=0)
-    for text in {left + right for left, right in rank}:
-        parts = list(text)
-        while len(parts) > 2:
-            best, at = worst, -1
-            for i in range(len(parts) - 1):
-                r = rank.get((parts[i], parts[i + 1]), worst)
-                if r < best:
-                    best, at = r, i
-            if at < 0:
-                break
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2 and (parts[0], parts[1]) in rank:
-            kept.append((parts[0], parts[1]))
-    return sorted(kept, key=rank.__getitem__)
+    table = listed.utf8()
+    return native.merges_as_listed(*vocabulary.arrays, _mergeable(kinds), *_arrays(table), cuts)
 
 
 # --- what both have in common ---------------------------------------------------------------------------------------
 
 
 def _ready(
-    texts: list[str],
-    kinds: list[int],
+    vocabulary: _Vocabulary,
+    kinds: Kinds,
     merges: Merges,
     *,
     spelling: str,
@@ -380,12 +373,16 @@ def _ready(
     unk: int | None,
     also_eog: Iterable[int | None],
 ) -> Ready:
-    kinds = [CONTROL if t in EOG_TEXTS and k in (NORMAL, USER) else k for t, k in zip(texts, kinds)]
-    markers = {t: i for i, (t, k) in enumerate(zip(texts, kinds)) if t and k in (CONTROL, USER, UNKNOWN)}
-    made = _mergeable(texts, kinds)
-    index = sorted((text_hash(t.encode()), i) for t, i in made.items())
-    blob, lengths = StringTable.of(texts).packed()
-    left, right, result = np.array(merges, "<u4").reshape(-1, 3).T
+    texts = vocabulary.texts
+    ends = [i for i, t in enumerate(texts) if t in EOG_TEXTS and kinds[i] in (NORMAL, USER)]
+    kinds = kinds.copy()
+    kinds[ends] = CONTROL
+    markers = {texts[i]: i for i in np.flatnonzero(np.isin(kinds, (CONTROL, USER, UNKNOWN))).tolist() if texts[i]}
+    made = native.distinct_texts(*vocabulary.arrays, _mergeable(kinds))
+    hashes = np.array([text_hash(texts[i].encode()) for i in made.tolist()], np.uint64)
+    index = np.argsort(hashes, kind="stable")
+    blob, lengths = vocabulary.table.packed()
+    left, right, result = merges.T
 
     def view(array: Any, dtype: str) -> memoryview:
         return memoryview(np.ascontiguousarray(array, dtype).tobytes())
@@ -399,12 +396,12 @@ def _ready(
         merge_left=view(left, "<u4"),
         merge_right=view(right, "<u4"),
         merge_result=view(result, "<u4"),
-        index_hashes=view([h for h, _ in index], "<u8"),
-        index_ids=view([i for _, i in index], "<u4"),
+        index_hashes=view(hashes[index], "<u8"),
+        index_ids=view(made[index], "<u4"),
         marker_texts=list(markers),
         marker_ids=list(markers.values()),
         eog=_eog(texts, kinds, (eos, *also_eog)),
-        longest=max(map(len, made), default=1),
+        longest=int(vocabulary.characters[made].max(initial=1)) if len(made) else 1,
         pipeline=pipeline,
         bos=bos,
         eos=eos,
@@ -412,12 +409,9 @@ def _ready(
     )
 
 
-def _eog(texts: Sequence[str], kinds: Sequence[int], named: Iterable[int | None]) -> list[int]:
-    found = {
-        text: i
-        for i, (text, kind) in enumerate(zip(texts, kinds))
-        if kind == CONTROL and (text in EOG_TEXTS or text in EOG_CONTROL_TEXTS)
-    }
+def _eog(texts: Sequence[str], kinds: Kinds, named: Iterable[int | None]) -> list[int]:
+    control = np.flatnonzero(kinds == CONTROL).tolist()
+    found = {texts[i]: i for i in control if texts[i] in EOG_TEXTS or texts[i] in EOG_CONTROL_TEXTS}
     if "<|end|>" in found and (
         {"<|return|>", "<|call|>"} <= found.keys() or {"<|calls|>", "<|flush|>"} <= found.keys()
     ):
