@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from ork.engine.sampling import Sampler, SamplingParams
 from ork.engine.speculative import DEFAULT_MOST, Drafter, Verifier
 from ork.errors import UsageError
 from ork.models import Model
-from ork.ops import Ops
+from ork.ops import Array, Ops
 from ork.text.tokenizer import Tokenizer
 
 CHUNK = 512  # rows of prefill in one forward pass
@@ -66,6 +66,13 @@ class Engine:
 
         The result is a view that the next pass may overwrite. Raises UsageError when a sequence outgrows the context.
         """
+        logits: npt.NDArray[np.float32] = self.run(parts, every=every).numpy()
+        return logits
+
+    def run(
+        self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool = False, last: int | None = None
+    ) -> Array:
+        """As `forward`, the logits as the array of the ops; with `last` those of the batch's last rows alone."""
         for seq, part in parts:
             if not part:
                 raise ValueError("an empty part has no logits")
@@ -78,8 +85,10 @@ class Engine:
         for _, part in parts:
             if min(part) < 0 or max(part) >= vocab:
                 raise UsageError(f"a token lies outside of the vocabulary of {vocab}")
-        logits: npt.NDArray[np.float32] = self.model.forward(self.pool.rows(parts, every=every)).numpy()
-        return logits
+        rows = self.pool.rows(parts, every=every or last is not None)
+        if last is not None:
+            rows = replace(rows, wanted=rows.wanted[-last:])
+        return self.model.forward(rows)
 
     def prefill(self, seq: Sequence, tokens: Seq[int], chunk: int = CHUNK) -> npt.NDArray[np.float32]:
         """Logits [vocab] after the last of `tokens`."""
