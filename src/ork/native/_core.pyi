@@ -169,9 +169,7 @@ def rotate(
     """Rows [M, K], in place: signs, Hadamard on blocks, then with `mix` [1, m * m] (m = K / block) an orthogonal matrix
     across the blocks, then 1 / sqrt(block); `inverse` undoes it."""
 
-def inflate(
-    codec: int, src: memoryview | npt.NDArray[np.uint8], dst: npt.NDArray[np.int8], tiles: int = 0
-) -> None:
+def inflate(codec: int, src: memoryview | npt.NDArray[np.uint8], dst: npt.NDArray[np.int8], tiles: int = 0) -> None:
     """4-bit tiles [runs][tiles][64][32] (1 KiB each; `tiles` 0: one run) as int8 tiles [2 * runs][tiles][32][32]; nf4
     codes become their levels. So a slice's codes turn into those of an i8 slice, with tiles = ks / 32."""
 
@@ -252,3 +250,53 @@ def top_k(logits: npt.NDArray[np.float32], row: int, k: int) -> tuple[list[int],
 def softmax(x: list[float], inv_temperature: float) -> list[float]: ...
 
 # --- end of kernels ---
+
+# --- GPTQ ---
+def gptq_round(
+    codec: int,
+    work: npt.NDArray[np.float32],
+    upper: npt.NDArray[np.float32],
+    scales: npt.NDArray[np.float32],
+    codes: npt.NDArray[np.int8],
+    errors: npt.NDArray[np.float32],
+    block: int,
+    begin: int,
+    end: int,
+) -> None:
+    """Rounds columns [begin, end) of work [n, K] in order, with scales [n], into codes [n, Kp], and hands each error on
+    to the columns up to the end of the block along upper [K, K]; errors [n, columns of the block from `block` on]."""
+
+# --- end of GPTQ ---
+
+# --- npu ---
+def retile(
+    codec: int, src: npt.NDArray[np.uint8], n: int, Kp: int, ks: int, run: int, dst: npt.NDArray[np.uint8]
+) -> None:
+    """Codes [Kp/ks][n/G][ks/32][G][32] of a slice to K slices of `run` inputs; where `dst` has room for a byte a code,
+    4-bit codes become the int8 codes that they stand for, in int8 tiles. On the caller's thread alone."""
+
+def least_int4(codes: npt.NDArray[np.uint8]) -> int:
+    """The least of i4 codes, two a byte."""
+
+def pack_int4(rows: QuantisedRows, ks: int, pitch: int, to: int) -> None:
+    """Rows as int4 programs read them, at the address `to`: [K/ks][M] runs of ks codes, `pitch` bytes apart, two codes
+    a byte. ValueError for a code outside of -8..7."""
+
+def scale_partial_sums(
+    parts: Sequence[int],
+    half: bool,
+    row: int,
+    block: int,
+    m0: int,
+    m1: int,
+    rows: QuantisedRows,
+    slice: Slice,
+    out: Array,
+    bias: Array | None,
+) -> None:
+    """What `linear` makes of sums [m1 - m0, slice.n] of the rows from m0 on that were made elsewhere.
+
+    `parts` are addresses, as many for each group of the rows, which are added up; element (m, c) of a part lies
+    `(m - m0) * row + c // 64 * block + c % 64` int32 (`half`: int16) behind its address."""
+
+# --- end of npu ---

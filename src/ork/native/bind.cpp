@@ -13,6 +13,8 @@
 #include <new>
 
 #include "dequant.h"
+#include "gptq.h"
+#include "npu.h"
 #include "merges.h"
 #include "ops.h"
 #include "pool.h"
@@ -472,6 +474,68 @@ void bind_kernels(nb::module_& m) {
 }  // namespace
 // --- end of kernels ---------------------------------------------------------------------------
 
+// --- GPTQ -------------------------------------------------------------------------------------
+namespace {
+
+template <class T> using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void gptq_round(int codec, Matrix<float> work, Matrix<const float> upper, FloatRow scales, Matrix<int8_t> codes, Matrix<float> errors,
+                int64_t block, int64_t begin, int64_t end) {
+    const int64_t n = (int64_t)work.shape(0), K = (int64_t)work.shape(1), Kp = (int64_t)codes.shape(1), block_end = block + (int64_t)errors.shape(1);
+    require(is_quantised((Codec)codec), "codec");
+    require((int64_t)upper.shape(0) == K && (int64_t)upper.shape(1) == K && Kp >= K, "factor or codes do not fit the rows");
+    require((int64_t)codes.shape(0) == n && (int64_t)errors.shape(0) == n && (int64_t)scales.size() == n, "scales, codes or errors do not fit the rows");
+    require(block >= 0 && begin >= block && begin < end && end <= block_end && block_end <= K && errors.shape(1) <= (size_t)GPTQ_BLOCK_MAX, "columns");
+    nb::gil_scoped_release unlocked;
+    ork::gptq_round({(Codec)codec, work.data(), upper.data(), scales.data(), codes.data(), errors.data(), n, K, Kp, block, begin, end, block_end});
+}
+
+void bind_gptq(nb::module_& m) {
+    m.def("gptq_round", &gptq_round, nb::arg("codec"), nb::arg("work").noconvert(), nb::arg("upper").noconvert(), nb::arg("scales"),
+          nb::arg("codes").noconvert(), nb::arg("errors").noconvert(), nb::arg("block"), nb::arg("begin"), nb::arg("end"));
+}
+
+}  // namespace
+// --- end of GPTQ ------------------------------------------------------------------------------
+
+// --- npu: what the host does beside it ----------------------------------------------------------
+namespace {
+
+using BytesOut = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void bind_npu(nb::module_& m) {
+    m.def("retile", [](int codec, Bytes src, int64_t n, int64_t Kp, int64_t ks, int64_t run, BytesOut dst) {
+        const Codec c = (Codec)codec;
+        require(is_quantised(c) && n > 0 && n <= MAX_DIM && n % 64 == 0 && Kp > 0 && Kp <= MAX_DIM, "codec or shape");
+        require(ks > 0 && run > 0 && ks % 32 == 0 && run % 32 == 0 && Kp % ks == 0 && Kp % run == 0, "K slices");
+        const int64_t bytes = c == Codec::i8 ? n * Kp : n * Kp / 2, out = (int64_t)dst.size();
+        require((int64_t)src.size() == bytes && (out == bytes || out == n * Kp), "bytes that do not fit the shape");
+        nb::gil_scoped_release unlocked;
+        op_retile(c, src.data(), n, Kp, ks, out != bytes, run, dst.data());
+    }, nb::arg("codec"), nb::arg("src"), nb::arg("n"), nb::arg("Kp"), nb::arg("ks"), nb::arg("run"), nb::arg("dst").noconvert());
+    m.def("least_int4", [](Bytes codes) { nb::gil_scoped_release unlocked; return op_least_int4(codes.data(), (int64_t)codes.size()); });
+    m.def("pack_int4", [](const QuantisedRows& rows, int64_t ks, int64_t pitch, uintptr_t to) {
+        require(ks > 0 && ks % 32 == 0 && rows.Kp % ks == 0 && pitch >= ks / 2, "K slices");
+        bool fits;
+        { nb::gil_scoped_release unlocked; fits = op_pack_int4(rows.view(), ks, pitch, (uint8_t*)to); }
+        require(fits, "codes outside of -8..7");
+    });
+    m.def("scale_partial_sums", [](const std::vector<uintptr_t>& parts, bool half, int64_t row, int64_t block, int64_t m0, int64_t m1, const QuantisedRows& rows, const Slice& s, Array& out, const Array* bias) {
+        const int64_t groups = rows.group ? rows.Kp / rows.group : 1;
+        require(!parts.empty() && (int64_t)parts.size() % groups == 0 && row > 0 && block > 0, "parts that do not fit the groups");
+        require(is_quantised(s.codec) && s.Kp == rows.Kp && (!s.group || s.group == rows.group), "rows do not fit the slice");
+        require(out.rows == rows.M && 0 <= m0 && m0 < m1 && m1 <= rows.M && end_of(s) <= out.stride, "sums do not fit the output");
+        require(!bias || (bias->rows > 0 && end_of(s) <= bias->stride), "bias does not fit the slice");
+        std::vector<const void*> p;
+        for (uintptr_t x : parts) p.push_back((const void*)x);
+        nb::gil_scoped_release unlocked;
+        op_scale_partial_sums({p.data(), (int64_t)p.size(), row, block, m0, half}, m1, rows.view(), s, out.mat(), bias ? bias->mat().data : nullptr);
+    }, nb::arg("parts"), nb::arg("half"), nb::arg("row"), nb::arg("block"), nb::arg("m0"), nb::arg("m1"), nb::arg("rows"), nb::arg("slice"), nb::arg("out"), nb::arg("bias").none());
+}
+
+}  // namespace
+// --- end of npu ---------------------------------------------------------------------------------
+
 NB_MODULE(_core, m) {
     m.doc() = "ork's kernels";
     // --- sources bindings ---
@@ -486,4 +550,6 @@ NB_MODULE(_core, m) {
     bind_merges(m);
     // --- end of sources bindings ---
     bind_kernels(m);
+    bind_gptq(m);
+    bind_npu(m);
 }

@@ -13,7 +13,7 @@ from ork.errors import NpuError
 from ork.npu import uabi
 from ork.npu.buffers import IOVA_CEILING, DmaBuffer, DmaMemory
 from ork.npu.chain import BLOCK, REGCMD_BYTES, Arena, Chain, Step, check_steps, regcmd_bytes
-from ork.npu.jobs import Int8Job, Place, steps_of
+from ork.npu.jobs import Int8Job, Job, Place, steps_of
 from ork.npu.kernel import Kernel, find_node
 from ork.npu.running import Runner
 from ork.npu.soc import RK3588, Soc
@@ -123,8 +123,8 @@ class Npu:
         self.counters.prepared += len(steps)
         return Chain(arena, steps, *room, unproven=unproven)
 
-    def prepare(self, jobs: Sequence[Int8Job]) -> Prepared:
-        """The chain of some int8 jobs, in order. Free it when done."""
+    def prepare(self, jobs: Sequence[Job]) -> Prepared:
+        """The chain of some jobs of one precision, in order. Free it when done."""
         steps, places = steps_of(jobs, self.soc)
         return Prepared(self.chain(steps), places)
 

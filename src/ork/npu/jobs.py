@@ -1,4 +1,4 @@
-"""int8 products as jobs on buffers, and what they become: steps of a chain."""
+"""Integer products as jobs on buffers, and what they become: steps of a chain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ork.errors import UsageError
 from ork.npu.buffers import DmaBuffer
 from ork.npu.chain import Step
 from ork.npu.matmul import program
-from ork.npu.plan import KINDS, MatmulShape, plan
+from ork.npu.plan import KINDS, Form, MatmulShape, form_of, lines, plan, rows_limit
 from ork.npu.soc import Soc
 
 
@@ -44,6 +44,53 @@ class Int8Job:
 
 
 @dataclass(frozen=True)
+class Int4Job:
+    """Sums `out[M, N] = a[M, K] x weights` of int4 by int4 as int16, for one K slice.
+
+    `a` holds rows of K/2 bytes, two codes a byte and the even one low, `int4_pitch(M, K)` bytes apart from `a_offset`;
+    the chip reads `INT4_OVERREAD` bytes past the last. `weights` is one block of tiles `[N/64][K/32][64][16 bytes]`.
+    `out` receives `[M][N]` for one row, else what `plan.Form.BATCH` writes: for each program, of `int4_rows(K)` rows,
+    `[N/64][4 * rows][64]`, of which every fourth line counts. Sums that do not fit int16 are unspecified: K of at most
+    `plan.INT4_SAFE_K` and codes within +-7 make none. Offsets are multiples of 16.
+    """
+
+    a: DmaBuffer
+    weights: DmaBuffer
+    out: DmaBuffer
+    M: int
+    K: int
+    N: int
+    a_offset: int = 0
+    weights_offset: int = 0
+    out_offset: int = 0
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of `out` that the job owns."""
+        return int4_out_bytes(self.M, self.N)
+
+
+INT4_OVERREAD = 48  # three atoms: of a batch's last row come three shifted copies too
+
+
+def int4_pitch(M: int, K: int) -> int:
+    """Bytes between rows: a batch wants them twice as far apart as they are long."""
+    return K if form_of("int4", M) is Form.BATCH else K // 2
+
+
+def int4_rows(M: int, K: int, soc: Soc) -> int:
+    """Rows of one program of M rows, but the last program's, which are the rest."""
+    return min(M, rows_limit("int4", form_of("int4", M), K, soc))
+
+
+def int4_out_bytes(M: int, N: int) -> int:
+    return lines(form_of("int4", M), M) * N * KINDS["int4"].out_bytes
+
+
+Job = Int8Job | Int4Job
+
+
+@dataclass(frozen=True)
 class Place:
     """Where one step of a job lies relative to the job's offsets, in bytes."""
 
@@ -53,20 +100,21 @@ class Place:
     output: int
 
 
-def steps_of(jobs: Sequence[Int8Job], soc: Soc) -> tuple[list[Step], list[Place]]:
+def steps_of(jobs: Sequence[Job], soc: Soc) -> tuple[list[Step], list[Place]]:
     """The programs of all jobs, in order, and where each lies. Raises UsageError for a shape that cannot be."""
     if not jobs:
         raise UsageError("no jobs: a chain needs at least one")
     steps: list[Step] = []
     places: list[Place] = []
     for number, job in enumerate(jobs):
-        for step, place in _steps(number, job, soc):
+        made = _int8_steps(number, job, soc) if isinstance(job, Int8Job) else _int4_steps(number, job, soc)
+        for step, place in made:
             steps.append(step)
             places.append(place)
     return steps, places
 
 
-def _steps(number: int, job: Int8Job, soc: Soc) -> Iterator[tuple[Step, Place]]:
+def _int8_steps(number: int, job: Int8Job, soc: Soc) -> Iterator[tuple[Step, Place]]:
     ks = job.ks or job.K
     a_pitch = job.a_pitch or job.K
     out_pitch = job.out_pitch or job.N * KINDS["int8"].out_bytes
@@ -79,9 +127,21 @@ def _steps(number: int, job: Int8Job, soc: Soc) -> Iterator[tuple[Step, Place]]:
             tile.k0 * job.N + tile.n0 * ks,
             (tile.k0 // ks * job.M + tile.m0) * out_pitch + tile.n0 * KINDS["int8"].out_bytes,
         )
-        operands = {
-            "input": (job.a, job.a_offset + place.input),
-            "weights": (job.weights, job.weights_offset + place.weights),
-            "output": (job.out, job.out_offset + place.output),
-        }
-        yield Step(program(tile, a_pitch=a_pitch, out_pitch=out_pitch, soc=soc), operands), place
+        yield Step(program(tile, a_pitch=a_pitch, out_pitch=out_pitch, soc=soc), _operands(job, place)), place
+
+
+def _int4_steps(number: int, job: Int4Job, soc: Soc) -> Iterator[tuple[Step, Place]]:
+    kind, pitch = KINDS["int4"], int4_pitch(job.M, job.K)
+    for tile in plan(MatmulShape(job.M, job.K, job.N, "int4"), soc, ks=job.K):
+        if tile.N != job.N:
+            raise UsageError(f"an int4 job of {job.N} channels: at most {soc.max_n}")
+        place = Place(number, tile.m0 * pitch, 0, lines(tile.form, tile.m0) * job.N * kind.out_bytes)
+        yield Step(program(tile, soc=soc), _operands(job, place)), place
+
+
+def _operands(job: Job, place: Place) -> dict[str, tuple[DmaBuffer, int]]:
+    return {
+        "input": (job.a, job.a_offset + place.input),
+        "weights": (job.weights, job.weights_offset + place.weights),
+        "output": (job.out, job.out_offset + place.output),
+    }

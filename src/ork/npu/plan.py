@@ -150,6 +150,21 @@ def bank_split(kind: str, form: Form, M: int, K: int, soc: Soc = RK3588) -> tupl
     return data, soc.cbuf_banks - data
 
 
+INT16_MAX = (1 << 15) - 1  # the chip stores int4 sums as int16
+INT4_LEAST = -7  # the least code that our own quantisers make; the format's is -8
+INT4_SAFE_K = INT16_MAX // (7 * 7) // 32 * 32  # 640: no sum of so many products of codes within +-7 overflows
+
+
+def int4_slice(unit: int, longest: int, least: int = INT4_LEAST) -> int:
+    """The longest K slice, up to `longest`, into which `unit` inputs (all of K, or a group) divide in whole tiles.
+
+    With `least` = -8 as the least weight code that occurs, `longest` is cut to what then cannot overflow either.
+    """
+    if longest <= INT4_SAFE_K:
+        longest = min(longest, INT16_MAX // (-least * 7) // tiles.K_ALIGN * tiles.K_ALIGN)
+    return next(ks for ks in range(min(longest, unit), 0, -tiles.K_ALIGN) if unit % ks == 0)
+
+
 def cuts(total: int, most: int, step: int = 1) -> Iterator[tuple[int, int]]:
     """[0, total) in runs of at most `most`, a multiple of `step`."""
     width = max(most // step * step, step)
