@@ -7,6 +7,7 @@ instruction set.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from decimal import Context, Decimal
 
 import numpy as np
@@ -21,21 +22,25 @@ Array = native.Array
 Batch = native.Batch
 
 GATES = {"silu": 0, "gelu_tanh": 1}
+FLOATS = ("f16", "f32")  # codecs whose products take f32 rows
 
 
 class Weight:
-    """A linear layer's weight: its tensor, its sign vector if rotated, its bias if it has one."""
+    """A linear layer's weight: its tensor, its rotation (sign vector, mixing matrix) and its bias, if it has them."""
 
-    __slots__ = ("K", "N", "bias", "block", "quantised", "signs", "tensor")
+    __slots__ = ("K", "N", "bias", "block", "codec", "mix", "rows", "signs", "tensor")
 
-    def __init__(self, tensor: TensorSpec, signs: Array | None, bias: Array | None):
+    def __init__(self, tensor: TensorSpec, signs: Array | None, mix: Array | None, bias: Array | None):
         self.tensor = tensor
         self.N = tensor.N
         self.K = tensor.K
+        self.codec = tensor.codec
         self.block = tensor.rotation
         self.signs = signs
+        self.mix = mix
         self.bias = bias
-        self.quantised = tensor.codec != "f32"
+        # how the rows that meet it are quantised (rotation block, mix, group); None: they are used as they are
+        self.rows = None if self.codec in FLOATS else (tensor.rotation, tensor.mix, tensor.act_group)
 
 
 class Ops:
@@ -48,7 +53,9 @@ class Ops:
         self.cache: native.KvCache | None = None
         self.used: set[str] = set()  # names that the model asked for
         self.weights: list[TensorSpec] = []  # in the order in which they were asked for
-        self._signs: dict[int, Array] = {}
+        # called in `linear` with the weights and the f32 rows they read: how calibration listens to a pass
+        self.observer: Callable[[Sequence[Weight], Array], None] | None = None
+        self._vectors: dict[str, Array] = {}
 
     # --- weights: looked up once, when the model is built ----------------------------------------------------
 
@@ -67,27 +74,32 @@ class Ops:
         if (tensor.N, tensor.K) != (N, K):
             raise SourceError(f"tensor {name}: shape {tensor.N} x {tensor.K} where the metadata asks for {N} x {K}")
         self.weights.append(tensor)
-        signs = self._sign_vector(K) if tensor.rotation else None
-        return Weight(tensor, signs, self.vector(bias, N) if bias and bias in self.source else None)
+        signs = self._shared(f"rotation.signs.{K}", K) if tensor.rotation else None
+        mix = self._shared(f"rotation.mix.{tensor.mix}", tensor.mix**2) if tensor.mix else None
+        return Weight(tensor, signs, mix, self.vector(bias, N) if bias and bias in self.source else None)
 
-    def _sign_vector(self, K: int) -> Array:
-        if K not in self._signs:
-            self._signs[K] = self.vector(f"rotation.signs.{K}", K)
-        return self._signs[K]
+    def _shared(self, name: str, n: int) -> Array:
+        if name not in self._vectors:
+            self._vectors[name] = self.vector(name, n)
+        return self._vectors[name]
 
     # --- rows ------------------------------------------------------------------------------------------------
 
     def embed(self, table: Weight, tokens: npt.NDArray[np.int32]) -> Array:
         """Rows [M, K] of the embedding: row n un-tiled, scaled, rotated back."""
         with self.stream.rows(table.tensor, tokens) as slices:
-            return native.gather(slices, tokens, table.K, table.N, table.signs, table.block)
+            return native.gather(slices, tokens, table.K, table.N, table.signs, table.block, table.mix)
 
     def linear(self, x: Array, *weights: Weight) -> list[Array]:
         """x @ W for weights that read the same rows; the rows are quantised (and rotated) once for all that agree."""
+        if self.observer is not None:
+            self.observer(weights, x)
         results = [Array(x.rows, w.N) for w in weights]
-        for quantised, block in dict.fromkeys((w.quantised, w.block) for w in weights):
-            alike = [(w, out) for w, out in zip(weights, results) if (w.quantised, w.block) == (quantised, block)]
-            rows = native.quantise(x, alike[0][0].signs, block) if quantised else None
+        kinds = [(w.rows, self.device.activation_limit(w.codec) if w.rows else 0) for w in weights]
+        for kind in dict.fromkeys(kinds):
+            alike = [(w, out) for w, out, k in zip(weights, results, kinds) if k == kind]
+            first, (how, limit) = alike[0][0], kind
+            rows = native.quantise(x, first.signs, first.block, how[2], first.mix, limit) if how else None
             for indices, handles in self.stream.batches([w.tensor for w, _ in alike]):
                 outs = [alike[i][1] for i in indices]
                 biases = [alike[i][0].bias for i in indices]

@@ -75,7 +75,20 @@ def test_slices_behind_the_output() -> None:
     refuses(lambda: native.accumulate(rows, far, np.zeros((1, 64), np.int32)))
     for shape in ((0, 0, 0, 64), (63, 63, 0, 64), (64, 48, 0, 64), (64, 64, -64, 64), (64, 64, 0, 63), (64, 64, 0, 0)):
         refuses(lambda shape=shape: native.Slice(1, at, at + 4096, *shape))
-    refuses(lambda: native.Slice(2, at, at + 4096, 64, 64, 0, 64))
+    for codec in (-1, 5):
+        refuses(lambda codec=codec: native.Slice(codec, at, at + 4096, 64, 64, 0, 64))
+    for codec, group, scales, groups in (
+        (0, 32, 0, at),  # floats have no groups
+        (4, 32, 0, at),
+        (2, 0, 0, 0),  # what is quantised has channel scales
+        (2, 32, at, 0),  # groups have theirs
+        (2, 0, at, at),
+        (2, 48, at, at),  # not a multiple of 32
+        (2, 128, at, at),  # does not divide K
+        (2, -32, at, at),
+    ):
+        refuses(lambda a=(codec, at, scales, 64, 64, 0, 64, group, groups): native.Slice(*a))
+    native.Slice(3, at, at, 64, 64, 0, 64, 32, at)
     refuses(lambda: native.Slice(1, at + 1, at + 4096, 64, 64, 0, 64))
 
 

@@ -71,6 +71,23 @@ def weights(blob: bytes, codec: int, shape: tuple[int, int], ks: int, group: int
     return value.astype(np.float32) * scale
 
 
+def turned_back(data: bytes, wanted: str) -> np.ndarray:
+    """A rotated weight as it was before: f64 [N, K]."""
+    tensors = read(data)
+    names, records = (data[o : o + n] for o, n in sections(data)[5:7])
+    found = [r for r in (records[i : i + 96] for i in range(0, len(records), 96)) if r[8] == 0]
+    (r,) = (r for r in found if names[u(r, 0, 4) :][: u(r, 4, 4)].decode() == wanted)
+    block, mix = u(r, 76, 4), u(r, 88, 4)
+    rows = tensors[wanted].astype(np.float64)
+    runs = rows.reshape(len(rows), -1, block)
+    if mix:
+        runs = np.einsum("ji,njb->nib", tensors[f"rotation.mix.{mix}"], runs)
+    i = np.arange(block)
+    ones = np.vectorize(lambda x: bin(x).count("1"))(i[:, None] & i)
+    back = runs @ (1.0 - 2.0 * (ones % 2)).T / np.sqrt(block)
+    return back.reshape(rows.shape) * tensors[f"rotation.signs.{rows.shape[1]}"]
+
+
 def reseal(data: bytearray) -> None:
     """Recompute the hashes of an edited pack from the inside out, as far as its section table still makes sense."""
     spans = sections(data)

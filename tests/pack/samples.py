@@ -29,7 +29,7 @@ METADATA: dict[str, Any] = {
     "empty": np.array([], np.float32),
 }
 TENSORS = [
-    TensorPlan("token_embd.weight", "i8", (300, 96), rotation=32),
+    TensorPlan("token_embd.weight", "i8", (300, 96), rotation=32, mix=3),
     TensorPlan("blk.0.attn_q.weight", "i4", (64, 128), group=32, act_group=32, layer=0),
     TensorPlan("blk.0.ffn_up.weight", "nf4", (100, 64), layer=0),
     TensorPlan("blk.1.gate.weight", "f32", (4, 40), layer=1),
@@ -43,6 +43,7 @@ TENSORS = [
 RAWS = [
     RawPlan("output_norm.weight", "f32", (96,)),
     RawPlan("rotation.signs.96", "i8", (96,)),
+    RawPlan("rotation.mix.3", "f32", (3, 3)),
     RawPlan("cube", "u16", (2, 3, 5)),
     RawPlan("scalar", "f64", ()),
 ]

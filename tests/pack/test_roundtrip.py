@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ork import tiles
+from ork import native, tiles
 from ork.errors import PackDamaged, PackError
 from ork.pack import Pack, PackPlan, PackWriter, RawPlan, TensorPlan, inspect, verify
+from ork.quant import rotation
 from tests.pack import plain_reader
 from tests.pack.samples import METADATA, RAWS, TENSORS, blob_of, equal_metadata, parts_of, sample_plan, write_sample
 
@@ -32,7 +33,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert sorted(pack.names()) == sorted([t.name for t in TENSORS] + [r.name for r in RAWS])
         for want in TENSORS:
             t = pack.tensor(want.name)
-            got = TensorPlan(t.name, t.codec, (t.N, t.K), t.rotation, t.group, t.act_group, t.layer, t.expert)
+            got = TensorPlan(
+                t.name, t.codec, (t.N, t.K), t.rotation, t.group, t.act_group, t.layer, t.expert, mix=t.mix
+            )
             assert got == TensorPlan(**{**want.__dict__, "role_order": 0})
             assert (t.Kp, t.Np, t.ks) == (tiles.pad_k(t.K), tiles.pad_n(t.N), tiles.ks_of(tiles.pad_k(t.K), t.group))
             assert t.slices == plan.entries(want.name)
@@ -54,6 +57,7 @@ def test_raw_types_and_wrong_questions(tmp_path: Path) -> None:
     assert [pack.raw_type(n) for n in pack.raw_names()] == [
         ("u16", (2, 3, 5), 60),
         ("f32", (96,), 384),
+        ("f32", (3, 3), 36),
         ("i8", (96,), 96),
         ("f64", (), 8),
     ]
@@ -81,9 +85,35 @@ def test_slices_lie_in_canonical_order(tmp_path: Path) -> None:
         *(f"blk.1.{role}.{e}" for e in (0, 1) for role in ("gate", "up", "down")),
         "cube",
         "output_norm.weight",
+        "rotation.mix.3",
         "rotation.signs.96",
         "scalar",
     ]
+
+
+@pytest.mark.parametrize("mode", ["block", "mix"])
+def test_rotated_rows_are_turned_back_as_the_page_says(tmp_path: Path, mode: str) -> None:
+    N, K = 70, 96
+    rows = np.random.default_rng(5).standard_normal((N, K)).astype(np.float32)
+    block, mix = rotation.fields_of(K, mode)
+    held = native.Array.of(rotation.rotate_rows(rows, K, mode))
+    q = native.quantise(held, None, 0)
+    derived = ["rotation.signs.96", "rotation.mix.3"]
+    raws = [RawPlan(n, t, s) for n, t, s in zip(derived, ("i8", "f32"), ((96,), (3, 3)))]
+    plan = PackPlan([TensorPlan("w", "i8", (N, K), rotation=block, mix=mix)], raws)
+    with PackWriter.open(tmp_path / "x.orkpack", plan) as writer:
+        for entry in writer.missing():
+            item, _, _ = plan.item(entry)
+            if isinstance(item, RawPlan):
+                writer.write(entry, np.ascontiguousarray(rotation.derived(item.name)).view(np.uint8).ravel())
+                continue
+            codes, scales = np.zeros((128, K), np.int8), np.zeros(128, np.float32)
+            codes[:N], scales[:N] = q.codes(), q.scales()
+            writer.write(entry, tiles.build_blob(plan.layout(entry), codes, scales))
+        writer.finish()
+    data = (tmp_path / "x.orkpack").read_bytes()
+    assert np.abs(plain_reader.turned_back(data, "w") - rows).max() < 0.6 * q.scales().max() * np.sqrt(K)
+    assert np.square(plain_reader.turned_back(data, "w") - rows).mean() < 1e-4
 
 
 def test_same_source_same_bytes_whatever_the_order(tmp_path: Path) -> None:
@@ -126,7 +156,8 @@ def test_a_reader_written_from_the_page_gets_the_same_tensors(
         group = group if group and tiles.pad_k(K) % group == 0 else 0
         N = data.draw(st.sampled_from([1, 63, 64, 200, 1200]))
         layer = data.draw(st.integers(-1, 3))
-        tensors.append(TensorPlan(f"t{i}", codec, (N, K), K & -K & 4095, group, group, layer))
+        rotation = K & -K & 4095 if tiles.CODECS[codec].scaled else 0
+        tensors.append(TensorPlan(f"t{i}", codec, (N, K), rotation, group, group, layer))
     shapes = st.lists(st.integers(1, 4), max_size=4).map(tuple)
     raws = [
         RawPlan(f"r{i}", data.draw(st.sampled_from(["u8", "f32", "i64", "f16"])), data.draw(shapes)) for i in range(2)
@@ -181,7 +212,7 @@ def test_inspect_says_what_the_pack_holds(tmp_path: Path) -> None:
     assert {c: v["tensors"] for c, v in report["codecs"].items()} == {"i8": 7, "i4": 1, "nf4": 1, "f16": 1, "f32": 1}
     assert report["metadata"]["tokens"] == {"array": "str", "length": 5}
     assert report["metadata"]["llama.block_count"] == 2
-    assert len(report["raw"]) == 4
+    assert len(report["raw"]) == len(RAWS)
     wide = PackPlan([TensorPlan("w", "i4", (4096, 4096))])
     write_sample(tmp_path / "wide", wide)
     assert 4 < inspect(tmp_path / "wide")["bits_per_weight"] < 4.02
@@ -268,6 +299,10 @@ def test_many_tensors_open_without_an_object_each(tmp_path: Path) -> None:
         (TensorPlan("w", "f16", (64, 96), group=32, act_group=32), "no group scales"),
         (TensorPlan("w", "i8", (64, 96), rotation=64), "rotation 64"),
         (TensorPlan("w", "i8", (64, 96), rotation=3), "rotation 3"),
+        (TensorPlan("w", "f16", (64, 96), rotation=32), "never rotated"),
+        (TensorPlan("w", "i8", (64, 96), rotation=32, mix=2), "mix 2"),
+        (TensorPlan("w", "i8", (64, 96), mix=3), "mix 3"),
+        (TensorPlan("w", "i8", (64, 1026), rotation=2, mix=513), "mix 513"),
         (TensorPlan("w", "i8", (64, 96), layer=-2), "layer"),
         (TensorPlan("", "i8", (64, 96)), "name"),
         (TensorPlan("n" * 2000, "i8", (64, 96)), "name"),

@@ -49,10 +49,10 @@ def crash_at(count: int) -> Callable[[str, int], None]:
     return hook
 
 
-def points(path: Path) -> list[str]:
+def points(path: Path, order: int | None = None) -> list[str]:
     seen: list[str] = []
     with PackWriter.open(path, sample_plan(), hook=lambda point, written: seen.append(point)) as w:
-        complete(w)
+        complete(w, order=order)
     return seen
 
 
@@ -73,6 +73,8 @@ def test_killed_at_every_point_and_resumed(tmp_path: Path, whole: bytes) -> None
     rng = np.random.default_rng(3)
     for count in range(len(all_points)):
         path = tmp_path / f"x{count}"
+        if count >= len(points(tmp_path / f"count{count}", order=count)):
+            continue  # this order of the slices fills fewer batches
         point = crashed(path, count)
         if point == "renamed":
             assert path.read_bytes() == whole

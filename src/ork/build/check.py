@@ -48,7 +48,7 @@ class PlannedSource:
             SliceSpec(name, t.codec, K, tiles.pad_k(K), tiles.ks_of(tiles.pad_k(K), t.group), n0, n1, t.group)
             for n0, n1 in tiles.slice_columns(t.codec, K, N, t.group)
         )
-        return TensorSpec(name, t.codec, N, K, t.rotation, t.act_group, slices)
+        return TensorSpec(name, t.codec, N, K, t.rotation, t.act_group, slices, t.mix)
 
     def blob(self, name: str, index: int) -> npt.NDArray[np.uint8]:
         raise NotImplementedError("a plan has no slices")
@@ -63,8 +63,9 @@ class PlannedSource:
         r = self.raws.get(name)
         if r is None:
             raise SourceError(f"tensor {name} is missing: the file is not a complete model")
-        if name.startswith("rotation.signs."):
-            return rotation.signs_of(r.shape[0])
+        derived = rotation.derived(name)
+        if derived is not None:
+            return derived
         return self.source.rows(name, 0, self.source.tensors[name].rows).reshape(r.shape)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ork import native
+from ork import native, tiles
 
 Handle = Any  # a placed slice; only the device that made it looks inside
 
@@ -18,7 +18,8 @@ Handle = Any  # a placed slice; only the device that made it looks inside
 class SliceSpec:
     """Columns [n0, n1) of one weight tensor, as its blob holds them (docs/pack-format.md, "Slice").
 
-    K is logical, Kp padded to 32; ks is the length of a K slice; group 0 means one scale per channel.
+    K is logical, Kp padded to 32; ks is the length of a K slice; group 0 means one scale per channel, act_group 0 one
+    scale for each row that is multiplied with it.
     """
 
     tensor: str
@@ -29,6 +30,12 @@ class SliceSpec:
     n0: int
     n1: int
     group: int = 0
+    act_group: int = 0
+
+
+def blob_bytes(spec: SliceSpec) -> int:
+    """Bytes of a slice's blob in the pack."""
+    return tiles.slice_layout(spec.codec, spec.K, tiles.pad_n(spec.n1 - spec.n0), spec.group).nbytes
 
 
 class Slot(Protocol):
@@ -58,6 +65,13 @@ class Device(Protocol):
     def copies(self, spec: SliceSpec) -> bool:
         """Whether a slice must be in the device's own memory to be used: then it is best read into a slot."""
 
+    def mapped_bytes(self, spec: SliceSpec) -> int:
+        """What a slice takes of the device's memory: its blob, or more where the device keeps it in another form."""
+
+    def room(self, spec: SliceSpec, slot: Slot) -> npt.NDArray[np.uint8]:
+        """Page-aligned memory to read the blob of `spec` into before `fill`, on the same thread: the slot's own where
+        the device takes blobs as they are. Not to be kept."""
+
     def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> Handle:
         """A slice that stays: where it lies, or copied into the device's memory."""
 
@@ -72,13 +86,16 @@ class Device(Protocol):
     def free_slot(self, slot: Slot) -> None: ...
 
     def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> Handle:
-        """The slice whose blob has just been written to `slot.memory[:nbytes]`, made visible to the device."""
+        """The slice whose blob has just been written to `room(spec, slot)[:nbytes]`, made visible to the device."""
 
     def host_slice(self, spec: SliceSpec, memory: npt.NDArray[np.uint8]) -> native.Slice:
         """A slice in host memory that the caller keeps alive, for embedding look-ups."""
 
     def host(self, handle: Handle) -> native.Slice:
         """The slice as the host's kernels see it, for embedding look-ups."""
+
+    def activation_limit(self, codec: str) -> int:
+        """The largest code of the activations that meet weights of `codec`: 127, or 7 where they have four bits."""
 
     def linear(
         self,
@@ -88,7 +105,8 @@ class Device(Protocol):
         outs: Sequence[native.Array],
         biases: Sequence[native.Array | None],
     ) -> None:
-        """outs[i][:, n0:n1] = x @ slice i (+ biases[i]); `rows` is x quantised, needed by quantised codecs."""
+        """outs[i][:, n0:n1] = x @ slice i (+ biases[i]); `rows` is x quantised, needed by quantised codecs, in the
+        groups of the weights. f16 and f32 slices take x as it is and are computed on the host by every device."""
 
     def accumulators(self, handle: Handle, a8: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
         """Exact int32 sums [M, n1 - n0] of int8 rows [M, Kp], all of [-128, 127] allowed."""

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native, tiles
-from ork.devices.base import Capacity, SliceSpec, Slot
+from ork.devices.base import Capacity, SliceSpec, Slot, blob_bytes
 from ork.errors import UsageError
 from ork.pack.format import align
 
-CODEC_IDS = {"f32": 0, "i8": 1}
+CODEC_IDS = {"f32": 0, "i8": 1, "i4": 2, "nf4": 3, "f16": 4}
 SYS_CPU = Path("/sys/devices/system/cpu")
 
 
@@ -51,7 +51,7 @@ class CpuSlot:
         self.memory = memory
 
 
-def _room(nbytes: int) -> npt.NDArray[np.uint8]:
+def page_room(nbytes: int) -> npt.NDArray[np.uint8]:
     """Whole pages, in huge ones where the system gives them: a product walks a slot from end to end."""
     room = mmap.mmap(-1, align(max(1, nbytes)))
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -81,16 +81,22 @@ class CpuDevice:
     def copies(self, spec: SliceSpec) -> bool:
         return False
 
+    def mapped_bytes(self, spec: SliceSpec) -> int:
+        return blob_bytes(spec)
+
+    def room(self, spec: SliceSpec, slot: Slot) -> npt.NDArray[np.uint8]:
+        return slot.memory
+
     def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> native.Slice:
         """A handle on the blob where it lies; the caller keeps the memory alive."""
         return self.host_slice(spec, blob)
 
     def make_slot(self, nbytes: int, domain: int = 0) -> CpuSlot:
-        return CpuSlot(_room(nbytes))
+        return CpuSlot(page_room(nbytes))
 
     def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
         starts = list(accumulate(map(align, sizes), initial=0))
-        room = _room(starts[-1])  # one: a slot alone is often too small for a huge page
+        room = page_room(starts[-1])  # one: a slot alone is often too small for a huge page
         return [CpuSlot(room[start:end]) for start, end in pairwise(starts)]
 
     def free_slot(self, slot: Slot) -> None:
@@ -101,13 +107,19 @@ class CpuDevice:
 
     @staticmethod
     def host_slice(spec: SliceSpec, blob: npt.NDArray[np.uint8]) -> native.Slice:
-        if spec.codec not in CODEC_IDS:
-            raise UsageError(f"{spec.tensor}: the CPU device has no codec {spec.codec!r}")
         n = tiles.pad_n(spec.n1 - spec.n0)
         layout = tiles.slice_layout(spec.codec, spec.K, n, spec.group)
         at = blob.ctypes.data
         return native.Slice(
-            CODEC_IDS[spec.codec], at, at + layout.channel.offset, spec.Kp, min(spec.ks, spec.Kp), spec.n0, n
+            CODEC_IDS[spec.codec],
+            at,
+            at + layout.channel.offset if layout.channel.nbytes else 0,
+            spec.Kp,
+            min(spec.ks, spec.Kp),
+            spec.n0,
+            n,
+            spec.group,
+            at + layout.groups.offset if spec.group else 0,
         )
 
     def free(self, handle: native.Slice) -> None:
@@ -115,6 +127,9 @@ class CpuDevice:
 
     def host(self, handle: native.Slice) -> native.Slice:
         return handle
+
+    def activation_limit(self, codec: str) -> int:
+        return 127
 
     def linear(
         self,

@@ -76,7 +76,8 @@ TENSOR: Final = np.dtype(
         ("rotation", "<u4"),
         ("group", "<u4"),
         ("act_group", "<u4"),
-        ("reserved2", "u1", 8),
+        ("mix", "<u4"),
+        ("reserved2", "u1", 4),
     ]
 )
 ENTRY: Final = np.dtype(
@@ -96,6 +97,7 @@ TILED: Final = 0
 RAW: Final = 1
 DIM_MAX: Final = 1 << 31
 ACT_GROUPS: Final = (0, 32, 64, 128)
+MIX_MAX: Final = 512  # the most blocks that a rotation mixes
 
 # Raw tensors and metadata arrays: the numbers are GGUF's value types (8 is a string, 9 an array); f16 is ours.
 DTYPES: Final[Mapping[str, tuple[int, np.dtype[Any]]]] = MappingProxyType(
@@ -137,10 +139,14 @@ def section_table(start: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     return table
 
 
-def check_rotation(K: int, rotation: int, act_group: int, group: int, codec: str) -> None:
+def check_rotation(K: int, rotation: int, mix: int, act_group: int, group: int, codec: str) -> None:
     """Raise ValueError unless the fields that say how activations are prepared fit the tensor."""
     if rotation and (rotation & (rotation - 1) or rotation > KS_MAX or K % rotation):
         raise ValueError(f"rotation {rotation} is not a power of two up to {KS_MAX} that divides K = {K}")
+    if mix and not (rotation and mix * rotation == K and 2 <= mix <= MIX_MAX):
+        raise ValueError(f"mix {mix} is not the number of rotation blocks, 2 to {MIX_MAX}, in K = {K}")
+    if rotation and codec in ("f16", "f32"):
+        raise ValueError(f"codec {codec} is never rotated: its activations are not quantised")
     if group and act_group != group:
         raise ValueError(f"act_group {act_group} differs from the weight group {group}")
     if not group and act_group and (codec != "i8" or act_group not in ACT_GROUPS or align(K, K_ALIGN) % act_group):

@@ -28,6 +28,7 @@ from ork.pack.format import (
     HASHED,
     HEADER,
     MAGIC,
+    MIX_MAX,
     NOTES_AREA,
     PAGE,
     RAW_ALIGN,
@@ -186,7 +187,7 @@ def _check_tensors(path: str, index: Index, size: int) -> None:
     ndim = t["ndim"].astype(np.int64)
     used = np.arange(4) < ndim[:, None]
     refuse((ndim > 4) | ((shape == 0) == used).any(axis=1) | (shape > DIM_MAX).any(axis=1), "its shape is impossible")
-    fields = {name: _column(t, name) for name in ("Kp", "Np", "ks", "rotation", "group", "act_group")}
+    fields = {name: _column(t, name) for name in ("Kp", "Np", "ks", "rotation", "mix", "group", "act_group")}
     tiling = np.stack(list(fields.values()))
 
     refuse(raw & (~np.isin(t["codec"], list(_ITEMSIZE)) | tiling.any(axis=0)), "its type is unknown")
@@ -196,7 +197,7 @@ def _check_tensors(path: str, index: Index, size: int) -> None:
 
     refuse(~raw & (~np.isin(t["codec"], list(_CODEC)) | (ndim != 2)), "its codec is unknown")
     N, K = shape[:, 0].astype(np.int64), shape[:, 1].astype(np.int64)
-    Kp, Np, ks, rotation, group, act = tiling
+    Kp, Np, ks, rotation, mix, group, act = tiling
     scaled = _table({n: c.scaled for n, c in _CODEC.items()})[t["codec"]] != 0
     i8 = t["codec"] == CODECS["i8"].number
     step = np.maximum(group, 1)
@@ -205,6 +206,8 @@ def _check_tensors(path: str, index: Index, size: int) -> None:
     bad |= (rotation > 0) & (
         (rotation & (rotation - 1) != 0) | (rotation > KS_MAX) | (K % np.maximum(rotation, 1) != 0)
     )
+    bad |= (rotation > 0) & ~scaled
+    bad |= (mix > 0) & ((mix * rotation != K) | (mix < 2) | (mix > MIX_MAX))
     per_channel = np.isin(act, ACT_GROUPS) & ((act == 0) | (i8 & (Kp % np.maximum(act, 1) == 0)))
     bad |= np.where(group > 0, act != group, ~per_channel)
     refuse(~raw & bad, "its padding, group or rotation does not fit its shape")

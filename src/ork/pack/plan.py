@@ -46,8 +46,9 @@ NAME_MAX: Final = 1024  # bytes
 class TensorPlan:
     """A weight to be stored as slices. `shape` is the logical (N, K): outputs, inputs.
 
-    `rotation` is the Hadamard block along K (0 = none), `group` the inputs per f16 weight scale (0 = per channel),
-    `act_group` the inputs per activation scale (0 = per row). `layer` and `expert` are -1 where there is none;
+    `rotation` is the Hadamard block along K (0 = none), `mix` the number of such blocks if an orthogonal matrix mixes
+    them (0 = it does not), `group` the inputs per f16 weight scale (0 = per channel), `act_group` the inputs per
+    activation scale (0 = per row). `layer` and `expert` are -1 where there is none;
     `role_order` sorts the tensors of one expert (gate 0, up 1, down 2).
     """
 
@@ -60,6 +61,7 @@ class TensorPlan:
     layer: int = -1
     expert: int = -1
     role_order: int = 0
+    mix: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def _tiled(record: Any, tensor: int, first: int, t: TensorPlan) -> list[tuple[in
             raise ValueError(f"shape {t.shape} is not positive and at most 2^31")
         if t.layer < -1 or t.expert < -1:
             raise ValueError(f"layer {t.layer}, expert {t.expert}: -1 means none")
-        check_rotation(K, t.rotation, t.act_group, t.group, t.codec)
+        check_rotation(K, t.rotation, t.mix, t.act_group, t.group, t.codec)
         columns = slice_columns(t.codec, K, N, t.group)
         sizes = {n: slice_layout(t.codec, K, n, t.group).nbytes for n in {n1 - n0 for n0, n1 in columns}}
     except ValueError as e:
@@ -235,7 +237,7 @@ def _tiled(record: Any, tensor: int, first: int, t: TensorPlan) -> list[tuple[in
     record["Np"] = pad_n(N)
     record["ks"] = ks_of(pad_k(K), t.group)
     record["role"] = t.role_order
-    for field in ("layer", "expert", "rotation", "group", "act_group"):
+    for field in ("layer", "expert", "rotation", "mix", "group", "act_group"):
         record[field] = getattr(t, field)
     record["first_entry"] = first
     record["entries"] = len(columns)

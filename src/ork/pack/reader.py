@@ -41,6 +41,7 @@ class Tensor:
     Np: int
     ks: int
     rotation: int
+    mix: int
     group: int
     act_group: int
     layer: int
@@ -126,7 +127,7 @@ class Pack:
         t = self._record(name, raw=False)
         N, K = t["shape"][:2].tolist()
         first = int(t["first_entry"])
-        keys = ("Kp", "Np", "ks", "rotation", "group", "act_group", "layer", "expert")
+        keys = ("Kp", "Np", "ks", "rotation", "mix", "group", "act_group", "layer", "expert")
         fields = {key: int(t[key]) for key in keys}
         slices = slice_infos(self._index.entries, first, int(t["entries"]))
         return Tensor(name=name, codec=_CODEC[int(t["codec"])], N=N, K=K, first_slice=first, slices=slices, **fields)

@@ -86,6 +86,7 @@ def _tensor(pack: Pack, name: str) -> dict[str, Any]:
         **row,
         "bits_per_weight": _bits(row),
         "rotation": t.rotation,
+        "mix": t.mix,
         "group": t.group,
         "act_group": t.act_group,
         "layer": t.layer,

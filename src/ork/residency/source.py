@@ -31,8 +31,10 @@ class PackSource:
         held = self._specs.get(name)
         if held is None:
             t = self.pack.tensor(name)
-            slices = tuple(SliceSpec(name, t.codec, t.K, t.Kp, t.ks, s.n0, s.n1, t.group) for s in t.slices)
-            held = TensorSpec(name, t.codec, t.N, t.K, t.rotation, t.act_group, slices)
+            slices = tuple(
+                SliceSpec(name, t.codec, t.K, t.Kp, t.ks, s.n0, s.n1, t.group, t.act_group) for s in t.slices
+            )
+            held = TensorSpec(name, t.codec, t.N, t.K, t.rotation, t.act_group, slices, t.mix)
             self._entries[name] = [s.entry for s in t.slices]
             self._specs[name] = held  # last: other threads look here
         return held

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ork import native, tiles
-from ork.devices.base import Device, Handle, SliceSpec, Slot
+from ork import native
+from ork.devices.base import Device, Handle, SliceSpec, Slot, blob_bytes
 from ork.residency.loading import load_slices, release_frames
 
 
@@ -25,13 +25,13 @@ class TensorSpec:
     N: int
     K: int
     rotation: int  # block of the Hadamard rotation along K, 0 for none
-    act_group: int
+    act_group: int  # inputs that share an activation scale, 0: the whole row
     slices: tuple[SliceSpec, ...]
+    mix: int = 0  # blocks that the rotation mixes, 0: it does not
 
     def blob_bytes(self, index: int) -> int:
         """Bytes of a slice's blob in the pack."""
-        s = self.slices[index]
-        return tiles.slice_layout(s.codec, s.K, tiles.pad_n(s.n1 - s.n0), s.group).nbytes
+        return blob_bytes(self.slices[index])
 
 
 class SliceSource(Protocol):
@@ -105,6 +105,7 @@ class Streams(Protocol):
     """What ops need of residency, with or without a window."""
 
     source: SliceSource
+    device: Device
     stats: StreamStats
     tensors: list[TensorSpec]  # in the order of a pass; set once the model is built
 
@@ -191,7 +192,7 @@ class Stream:
                 placed.append(self.device.place(spec, blob, domain))
                 self.stats.loads += 1
                 self.stats.moved_bytes += blob.nbytes
-                self.stats.resident(blob.nbytes, domain)
+                self.stats.resident(self.device.mapped_bytes(spec), domain)
         except BaseException:
             self._free(tensor, placed)
             raise
@@ -208,7 +209,7 @@ class Stream:
         slots: list[tuple[TensorSpec, int, Slot]] = []
         try:
             for domain, group in by_domain.items():
-                made = self.device.make_slots([t.blob_bytes(i) for t, i in group], domain)
+                made = self.device.make_slots([self.device.mapped_bytes(t.slices[i]) for t, i in group], domain)
                 slots += [(t, i, slot) for (t, i), slot in zip(group, made)]
             loaded = load_slices(self.source, self.device, slots)
         except BaseException as error:
@@ -221,13 +222,13 @@ class Stream:
             placed[t.name][i] = handle
             self.stats.loads += 1
             self.stats.moved_bytes += nbytes
-            self.stats.resident(nbytes, self._placement.get((t.name, i), 0))
+            self.stats.resident(self.device.mapped_bytes(t.slices[i]), self._placement.get((t.name, i), 0))
         self._handles |= {t.name: [placed[t.name][i] for i in range(len(t.slices))] for t in tensors}
 
     def _free(self, tensor: TensorSpec, handles: Sequence[Handle]) -> None:
         for i, handle in enumerate(handles):
             self.device.free(handle)
-            self.stats.resident(-tensor.blob_bytes(i), self._placement.get((tensor.name, i), 0))
+            self.stats.resident(-self.device.mapped_bytes(tensor.slices[i]), self._placement.get((tensor.name, i), 0))
 
     def staying(self) -> tuple[list[tuple[str, int]], int]:
         return [(t.name, i) for t in self.tensors if self.device.copies(t.slices[0]) for i in range(len(t.slices))], 0
