@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import inf, nan
 
 import pytest
@@ -42,7 +42,7 @@ def test_more_bytes_never_mean_more_error(tensors: list[list[Option]], extras: l
         picked = solve(grown, budget)
         assert sum(o.nbytes for o in picked) <= budget
         errors.append(sum(o.error for o in picked))
-    assert all(b <= a + 1e-12 for a, b in zip(errors, errors[1:]))
+    assert all(b <= a + 1e-12 for a, b in pairwise(errors))
 
 
 def test_everything_that_is_affordable_is_taken() -> None:
