@@ -324,7 +324,7 @@ void bind_kernels(nb::module_& m) {
 
     m.def("linear", &linear, nb::arg("x"), nb::arg("rows").none(), nb::arg("slices"), nb::arg("outs"), nb::arg("biases"));
     m.def("accumulate", [](const QuantisedRows& rows, const Slice& s, nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
-        require(is_quantised(s.codec) && rows.group == 0 && rows.Kp == s.Kp && (int64_t)out.shape(0) == rows.M && end_of(s) <= (int64_t)out.shape(1), "accumulators do not fit");
+        require(is_quantised(s.codec) && rows.Kp == s.Kp && (int64_t)out.shape(0) == rows.M * rows.groups() && end_of(s) <= (int64_t)out.shape(1), "accumulators do not fit");
         nb::gil_scoped_release unlocked;
         op_accumulate(rows.view(), s, out.data(), (int64_t)out.shape(1));
     }, nb::arg("rows"), nb::arg("slice"), nb::arg("out").noconvert());

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <type_traits>
 #include <utility>
 #include "kernels.h"
@@ -10,11 +11,13 @@ namespace ork::isa_avxvnni {
 namespace {
 #include "v16_avx2.h"
 #include "dot_avx2.h"
+#include "panel_avx2.h"
 constexpr int F32_ROWS = 3, ATT_ROWS = 4, ATT_NV = 1, PEAK_CHAINS = 6;   // what fits the registers
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_half.inl"
 #include "kernels_linear.inl"
+#include "kernels_grouped.inl"
 #include "kernels_sums.inl"
 #include "kernels_attention.inl"
 #include "kernels_score.inl"

@@ -1,6 +1,7 @@
 // The kernels compiled for one instruction set (portable).
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <type_traits>
 #include <utility>
 #include "kernels.h"
@@ -9,11 +10,13 @@ namespace ork::isa_portable {
 namespace {
 #include "v16_portable.h"
 #include "dot_portable.h"
+#include "panel_portable.h"
 constexpr int F32_ROWS = 2, ATT_ROWS = 2, ATT_NV = 1, PEAK_CHAINS = 1;   // what fits the registers
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_half.inl"
 #include "kernels_linear.inl"
+#include "kernels_grouped.inl"
 #include "kernels_sums.inl"
 #include "kernels_attention.inl"
 #include "kernels_score.inl"

@@ -150,7 +150,8 @@ struct Kernels {
     // 4-bit codecs, and any codec where Rows.group > 0; groups [g0, g1) of 64 columns:
     // out = channel * S (+ bias), S = fma over groups ascending from 0 of float(int32_g) * (a[m,g] * float(group scale)).
     void (*linear_grouped)(const Rows&, int64_t m0, int64_t m1, const Slice&, int64_t g0, int64_t g1, const Mat& out, const float* bias);
-    void (*accumulate_4bit)(const Rows&, const Slice&, int64_t g0, int64_t g1, int32_t* out, int64_t stride);
+    // The sums themselves, out[m][group][n0 + n], rows `stride` apart; one group where rows have none.
+    void (*accumulate_grouped)(const Rows&, const Slice&, int64_t g0, int64_t g1, int32_t* out, int64_t stride);
     // `tiles` whole 4-bit tiles (64 channels by 32 inputs, 1 KiB) -> the int8 tiles of the same codes, two 32 x 32 a 4-bit one:
     // dst[0] and dst[1] hold channels 0-31 and 32-63, 1 KiB a tile each.
     void (*inflate)(Codec, const uint8_t* src, int64_t tiles, int8_t* dst0, int8_t* dst1);

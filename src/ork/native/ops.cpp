@@ -85,39 +85,51 @@ KvLayer KvCache::layer(int64_t i) const {
 
 // --- matrix products --------------------------------------------------------------------------------------------------------
 
+namespace {
+
+// The kernels of quantised codes: one scale a row and int8 codes, or panels of 64 columns for all else.
+bool grouped(const Slice& s, const Rows* rows) { return is_quantised(s.codec) && (s.codec != Codec::i8 || rows->group); }
+
+// A job's blocks of columns, which kernels take whole, and the shares of one, each of as many bytes: threads get equal shares.
+struct Blocks { int64_t count, shares; };
+Blocks column_blocks(const Slice& s, const Rows* rows) {
+    if (grouped(s, rows)) return {s.n / GROUP_I4, s.codec == Codec::i8 ? 2 : 1};
+    return {s.n / GROUP_I8, s.codec == Codec::f32 ? 4 : s.codec == Codec::f16 ? 2 : 1};
+}
+
+}  // namespace
+
 void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& jobs) {
     const Kernels* k = kernels();
-    int64_t groups = 0;
-    for (const auto& j : jobs) {
-        groups += j.slice.n / GROUP_I8;
-        if (is_quantised(j.slice.codec) && (j.slice.codec != Codec::i8 || rows->group)) throw std::runtime_error("no kernel yet for 4-bit codes and groups");
-    }
+    int64_t shares = 0;
+    for (const auto& j : jobs) { const Blocks n = column_blocks(j.slice, rows); shares += n.count * n.shares; }
     auto work = [&](int64_t b, int64_t e, int) {
-        for (const auto& j : jobs) {   // the part of [b, e) that falls into each slice
-            const int64_t n = j.slice.n / GROUP_I8;
-            if (b < n && e > 0) {
-                const int64_t g0 = b > 0 ? b : 0, g1 = e < n ? e : n;
-                if (j.slice.codec == Codec::i8) k->linear_i8(*rows, 0, rows->M, j.slice, g0, g1, j.out, j.bias);
+        for (const auto& j : jobs) {   // the part of [b, e) that falls into each slice; a block belongs to where it begins
+            const Blocks n = column_blocks(j.slice, rows);
+            const int64_t g0 = b > 0 ? (b + n.shares - 1) / n.shares : 0, last = e > 0 ? (e + n.shares - 1) / n.shares : 0;
+            const int64_t g1 = last < n.count ? last : n.count;
+            if (g0 < g1) {
+                if (grouped(j.slice, rows)) k->linear_grouped(*rows, 0, rows->M, j.slice, g0, g1, j.out, j.bias);
+                else if (j.slice.codec == Codec::i8) k->linear_i8(*rows, 0, rows->M, j.slice, g0, g1, j.out, j.bias);
                 else if (j.slice.codec == Codec::f16) k->linear_f16(x, 0, x.rows, j.slice, g0, g1, j.out, j.bias);
                 else k->linear_f32(x, 0, x.rows, j.slice, g0, g1, j.out, j.bias);
             }
-            b -= n;
-            e -= n;
+            b -= n.count * n.shares;
+            e -= n.count * n.shares;
         }
     };
     const int64_t M = x.rows;
-    if (M < 8) parallel_runs(groups, work);
+    if (M < 8) parallel_runs(shares, work);
     else {
-        const int64_t grain = groups / (6 * pool_threads());
-        parallel_chunks(groups, grain > 1 ? grain : 1, work);
+        const int64_t grain = shares / (6 * pool_threads());
+        parallel_chunks(shares, grain > 1 ? grain : 1, work);
     }
 }
 
 void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t stride) {
     const Kernels* k = kernels();
-    if (slice.codec == Codec::i8) parallel_runs(slice.n / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(rows, slice, b, e, out, stride); });
-    else if (!k->accumulate_4bit) throw std::runtime_error("no kernel yet for 4-bit codes");
-    else parallel_runs(slice.n / GROUP_I4, [&](int64_t b, int64_t e, int) { k->accumulate_4bit(rows, slice, b, e, out, stride); });
+    if (!grouped(slice, &rows)) parallel_runs(slice.n / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(rows, slice, b, e, out, stride); });
+    else parallel_runs(slice.n / GROUP_I4, [&](int64_t b, int64_t e, int) { k->accumulate_grouped(rows, slice, b, e, out, stride); });
 }
 
 void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, const uint8_t* w, int64_t N, int32_t* out, int64_t out_pitch) {
@@ -154,7 +166,6 @@ void op_quantise(const Mat& x, const Rotation& r, int limit, QuantisedRows& out)
 
 void op_inflate(Codec codec, const uint8_t* src, int64_t runs, int64_t tiles, int8_t* dst) {
     const Kernels* k = kernels();
-    if (!k->inflate) throw std::runtime_error("no kernel yet for 4-bit codes");
     parallel_runs(runs, [&](int64_t b, int64_t e, int) {
         for (int64_t i = b; i < e; i++) k->inflate(codec, src + i * tiles * 1024, tiles, dst + 2 * i * tiles * 1024, dst + (2 * i + 1) * tiles * 1024);
     });

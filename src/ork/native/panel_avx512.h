@@ -1,0 +1,103 @@
+// 4-bit tiles and panels on AVX-512 VNNI; meanings as in panel_portable.h. Weights are u8 = code or level + 128.
+#pragma once
+#include <immintrin.h>
+#include <cstdint>
+
+constexpr int PANEL_MR = 6, PANEL_NC = 4;   // 24 accumulators, 6 activations, a weight
+constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
+
+using Levels = __m512i;   // the same 16 bytes in every 128-bit lane
+static inline Levels levels_signed(const int8_t* table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)); }
+static inline Levels levels_of(const int8_t* table) { return _mm512_xor_si512(levels_signed(table), _mm512_set1_epi8((char)0x80)); }
+
+static inline __m512i dot64(__m512i acc, __m512i u, __m512i s) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
+    return acc;
+}
+
+// 32 bytes of nibbles to the 64 levels in order: two channels of a tile.
+static inline __m512i expand(const uint8_t* p, Levels levels) {
+    const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    const __m512i nibbles = _mm512_ternarylogic_epi32(x, _mm512_slli_epi16(x, 4), _mm512_set1_epi16(0x0f0f), 0xA8);   // (a | b) & c
+    return _mm512_shuffle_epi8(levels, nibbles);
+}
+
+static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
+    const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    for (int64_t k = 0; k < n; k += 32) {
+        const __m256i x = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)(a + k)), order);
+        _mm256_storeu_si256((__m256i*)(out + k), _mm256_permute4x64_epi64(x, 0xD8));
+    }
+}
+
+// Sixteen channels: partial sums of four in a register, added across.
+static inline __m512i quarter(__m512i sum, const uint8_t* w, Levels levels, __m512i even, __m512i odd) {
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512i c[4];
+#define PART(i) { const __m512i v = _mm512_loadu_si512(w + 64 * i); \
+        c[i] = dot64(_mm512_setzero_si512(), _mm512_shuffle_epi8(levels, _mm512_and_si512(v, low)), even); \
+        c[i] = dot64(c[i], _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(v, 4), low)), odd); }
+    PART(0) PART(1) PART(2) PART(3)
+#undef PART
+    const __m512i p = _mm512_add_epi32(_mm512_unpacklo_epi32(c[0], c[1]), _mm512_unpackhi_epi32(c[0], c[1]));
+    const __m512i q = _mm512_add_epi32(_mm512_unpacklo_epi32(c[2], c[3]), _mm512_unpackhi_epi32(c[2], c[3]));
+    return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_unpacklo_epi64(p, q), _mm512_unpackhi_epi64(p, q)));
+}
+
+static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, I16 (&sums)[4]) {
+    __m512i s0 = _mm512_setzero_si512(), s1 = s0, s2 = s0, s3 = s0;   // channel 4 * i + lane at 4 * lane + i
+    for (int64_t t = 0; t < tiles; t++, w += 1024, a += 32) {
+        const __m512i even = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)a));
+        const __m512i odd = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(a + 16)));
+        s0 = quarter(s0, w, levels, even, odd);
+        s1 = quarter(s1, w + 256, levels, even, odd);
+        s2 = quarter(s2, w + 512, levels, even, odd);
+        s3 = quarter(s3, w + 768, levels, even, odd);
+    }
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    sums[0] = _mm512_add_epi32(sums[0], _mm512_permutexvar_epi32(order, s0));
+    sums[1] = _mm512_add_epi32(sums[1], _mm512_permutexvar_epi32(order, s1));
+    sums[2] = _mm512_add_epi32(sums[2], _mm512_permutexvar_epi32(order, s2));
+    sums[3] = _mm512_add_epi32(sums[3], _mm512_permutexvar_epi32(order, s3));
+}
+
+// Four registers of four channels by four steps -> four steps of sixteen channels.
+static inline void transpose4(__m512i q0, __m512i q1, __m512i q2, __m512i q3, uint8_t* out) {
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29), second = _mm512_add_epi32(first, _mm512_set1_epi32(2));
+    const __m512i a = _mm512_permutex2var_epi32(q0, first, q1), b = _mm512_permutex2var_epi32(q2, first, q3);
+    const __m512i c = _mm512_permutex2var_epi32(q0, second, q1), d = _mm512_permutex2var_epi32(q2, second, q3);
+    _mm512_store_si512(out, _mm512_shuffle_i64x2(a, b, 0x44));
+    _mm512_store_si512(out + 256, _mm512_shuffle_i64x2(a, b, 0xEE));
+    _mm512_store_si512(out + 512, _mm512_shuffle_i64x2(c, d, 0x44));
+    _mm512_store_si512(out + 768, _mm512_shuffle_i64x2(c, d, 0xEE));
+}
+
+template <class Pair> static inline void unpack16(Pair&& pair, uint8_t* panel) {   // pair(i): channels 2i and 2i + 1
+    __m512i lo[4], hi[4];
+#define FOUR(i) { const __m512i a = pair(2 * i), b = pair(2 * i + 1); lo[i] = _mm512_shuffle_i32x4(a, b, 0x88); hi[i] = _mm512_shuffle_i32x4(a, b, 0xDD); }
+    FOUR(0) FOUR(1) FOUR(2) FOUR(3)
+#undef FOUR
+    transpose4(lo[0], lo[1], lo[2], lo[3], panel);
+    transpose4(hi[0], hi[1], hi[2], hi[3], panel + 1024);
+}
+
+static inline void unpack_4bit(const uint8_t* tile, Levels levels, uint8_t* panel) {
+    for (int c = 0; c < 4; c++) unpack16([&](int i) { return expand(tile + 256 * c + 32 * i, levels); }, panel + 64 * c);
+}
+static inline void unpack_i8(const uint8_t* tile, uint8_t* panel) {
+    const __m512i flip = _mm512_set1_epi8((char)0x80);
+    for (int c = 0; c < 2; c++) unpack16([&](int i) { return _mm512_xor_si512(_mm512_loadu_si512(tile + 512 * c + 64 * i), flip); }, panel + 64 * c);
+}
+
+using W16 = __m512i;
+using Act = __m512i;
+static inline W16 load_weights(const uint8_t* p) { return _mm512_load_si512(p); }
+static inline Act load_act(const int8_t* a) { int32_t x; __builtin_memcpy(&x, a, 4); return _mm512_set1_epi32(x); }
+template <int> static inline I16 dot_step(I16 acc, W16 w, Act a) { return dot64(acc, w, a); }
+
+static inline void inflate_tile(const uint8_t* p, Levels signed_levels, int8_t* first, int8_t* second) {
+    for (int i = 0; i < 16; i++) {
+        _mm512_storeu_si512(first + 64 * i, expand(p + 32 * i, signed_levels));
+        _mm512_storeu_si512(second + 64 * i, expand(p + 512 + 32 * i, signed_levels));
+    }
+}

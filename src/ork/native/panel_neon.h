@@ -1,0 +1,101 @@
+// 4-bit tiles and panels on NEON; meanings as in panel_portable.h.
+#pragma once
+#include <arm_neon.h>
+#include <cstdint>
+
+constexpr int PANEL_MR = 4, PANEL_NC = 1;
+constexpr int STEP_CODES = 4, ACT_STEPS = 4, CODE_BYTES = 1;
+
+using Levels = int8x16_t;
+static inline Levels levels_signed(const int8_t* table) { return vld1q_s8(table); }
+static inline Levels levels_of(const int8_t* table) { return levels_signed(table); }
+
+struct Nibbles { int8x16_t even, odd; };   // the levels of one channel's 32 codes
+static inline Nibbles split_codes(const uint8_t* p, Levels levels) {
+    const uint8x16_t v = vld1q_u8(p);
+    return {vqtbl1q_s8(levels, vandq_u8(v, vdupq_n_u8(15))), vqtbl1q_s8(levels, vshrq_n_u8(v, 4))};
+}
+
+static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
+    for (int64_t k = 0; k < n; k += 32) {
+        const int8x16x2_t x = vld2q_s8(a + k);
+        vst1q_s8(out + k, x.val[0]);
+        vst1q_s8(out + k + 16, x.val[1]);
+    }
+}
+
+static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, I16 (&sums)[4]) {
+    for (int64_t t = 0; t < tiles; t++, a += 32) {
+        const int8x16_t even = vld1q_s8(a), odd = vld1q_s8(a + 16);
+        auto channel = [&](const uint8_t* p) {
+            const Nibbles n = split_codes(p, levels);
+            return dot16(dot16(vdupq_n_s32(0), n.even, even), n.odd, odd);
+        };
+        auto four = [&](int32x4_t& sum) {
+            sum = vaddq_s32(sum, vpaddq_s32(vpaddq_s32(channel(w), channel(w + 16)), vpaddq_s32(channel(w + 32), channel(w + 48))));
+            w += 64;
+        };
+        four(sums[0].q[0]); four(sums[0].q[1]); four(sums[0].q[2]); four(sums[0].q[3]);
+        four(sums[1].q[0]); four(sums[1].q[1]); four(sums[1].q[2]); four(sums[1].q[3]);
+        four(sums[2].q[0]); four(sums[2].q[1]); four(sums[2].q[2]); four(sums[2].q[3]);
+        four(sums[3].q[0]); four(sums[3].q[1]); four(sums[3].q[2]); four(sums[3].q[3]);
+    }
+}
+
+// Four channels of four steps -> four steps of four channels, 256 bytes apart.
+static inline void transpose4(int8x16_t a, int8x16_t b, int8x16_t c, int8x16_t d, uint8_t* out) {
+    const int32x4_t p = vtrn1q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b)), q = vtrn2q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b));
+    const int32x4_t r = vtrn1q_s32(vreinterpretq_s32_s8(c), vreinterpretq_s32_s8(d)), s = vtrn2q_s32(vreinterpretq_s32_s8(c), vreinterpretq_s32_s8(d));
+    const int64x2_t pl = vreinterpretq_s64_s32(p), rl = vreinterpretq_s64_s32(r), ql = vreinterpretq_s64_s32(q), sl = vreinterpretq_s64_s32(s);
+    vst1q_u8(out, vreinterpretq_u8_s64(vtrn1q_s64(pl, rl)));
+    vst1q_u8(out + 256, vreinterpretq_u8_s64(vtrn1q_s64(ql, sl)));
+    vst1q_u8(out + 512, vreinterpretq_u8_s64(vtrn2q_s64(pl, rl)));
+    vst1q_u8(out + 768, vreinterpretq_u8_s64(vtrn2q_s64(ql, sl)));
+}
+
+static inline void unpack_4bit(const uint8_t* tile, Levels levels, uint8_t* panel) {
+    for (int c = 0; c < 64; c += 4) {
+        int8x16_t lo[4], hi[4];
+        for (int i = 0; i < 4; i++) {
+            const Nibbles n = split_codes(tile + 16 * (c + i), levels);
+            lo[i] = vzip1q_s8(n.even, n.odd);
+            hi[i] = vzip2q_s8(n.even, n.odd);
+        }
+        transpose4(lo[0], lo[1], lo[2], lo[3], panel + 4 * c);
+        transpose4(hi[0], hi[1], hi[2], hi[3], panel + 1024 + 4 * c);
+    }
+}
+static inline void unpack_i8(const uint8_t* tile, uint8_t* panel) {
+    const int8_t* p = (const int8_t*)tile;
+    for (int c = 0; c < 32; c += 4, p += 128) {
+        transpose4(vld1q_s8(p), vld1q_s8(p + 32), vld1q_s8(p + 64), vld1q_s8(p + 96), panel + 4 * c);
+        transpose4(vld1q_s8(p + 16), vld1q_s8(p + 48), vld1q_s8(p + 80), vld1q_s8(p + 112), panel + 1024 + 4 * c);
+    }
+}
+
+struct W16 { int8x16_t q[4]; };
+using Act = int8x16_t;
+static inline W16 load_weights(const uint8_t* p) {
+    const int8_t* s = (const int8_t*)p;
+    return {{vld1q_s8(s), vld1q_s8(s + 16), vld1q_s8(s + 32), vld1q_s8(s + 48)}};
+}
+static inline Act load_act(const int8_t* a) { return vld1q_s8(a); }
+template <int S> static inline int32x4_t dot_lane(int32x4_t acc, int8x16_t w, int8x16_t a) {
+#ifdef __ARM_FEATURE_DOTPROD
+    return vdotq_laneq_s32(acc, w, a, S);
+#else   // pairs are widened before they are added: (-128)^2 twice does not fit 16 bits
+    const int8x16_t x = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(a), S));
+    return vaddq_s32(acc, vpaddq_s32(vpaddlq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x))), vpaddlq_s16(vmull_high_s8(w, x))));
+#endif
+}
+template <int S> static inline I16 dot_step(I16 acc, W16 w, Act a) {
+    return {{dot_lane<S>(acc.q[0], w.q[0], a), dot_lane<S>(acc.q[1], w.q[1], a), dot_lane<S>(acc.q[2], w.q[2], a), dot_lane<S>(acc.q[3], w.q[3], a)}};
+}
+
+static inline void inflate_tile(const uint8_t* p, Levels signed_levels, int8_t* first, int8_t* second) {
+    for (int i = 0; i < 64; i++) {
+        const Nibbles n = split_codes(p + 16 * i, signed_levels);
+        const int8x16x2_t both = {{n.even, n.odd}};
+        vst2q_s8((i < 32 ? first : second - 1024) + 32 * i, both);
+    }
+}
