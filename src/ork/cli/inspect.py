@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from ork.cli.common import size_text
 
@@ -43,7 +44,28 @@ def run(args: argparse.Namespace) -> int:
             shape = " x ".join(map(str, t["shape"]))
             rows.add_row(t["name"], t["codec"], shape, str(t["rotation"]), str(t["slices"]), size_text(t["bytes"]))
         console.print(rows)
-    for key in ("provenance", "notes"):
-        if about[key]:
-            console.print(f"{key}: {json.dumps(about[key])}", markup=False)
+    notes = {key: value for key, value in about["notes"].items() if key != "quality"}
+    if measured := quality_rows(about["notes"].get("quality")):
+        table = Table("measured", "")
+        for key, text in measured.items():
+            table.add_row(key, text)
+        console.print(table)
+    for key, held in (("provenance", about["provenance"]), ("notes", notes)):
+        if held:
+            console.print(f"{key}: {json.dumps(held)}", markup=False)
     return 0
+
+
+def quality_rows(note: Any) -> dict[str, str]:
+    """The note of `ork convert --evaluate` as lines of a table; nothing for a pack that has none, or an odd one."""
+    try:
+        return {
+            "perplexity": f"{note['perplexity']:.4f} ± {note['error']:.4f}",
+            "of the source": f"{note['reference']:.4f} ± {note['reference_error']:.4f}",
+            "ratio": f"{note['ratio']:.5f} ± {note['ratio_error']:.5f}",
+            "KL": f"{note['kl']:.6f} ± {note['kl_error']:.6f} nats, 99.9 %: {note['kl_999']:.4f}",
+            "same top token": f"{100 * note['top1']:.2f} ± {100 * note['top1_error']:.2f} %",
+            "on": f"{note['tokens']} predictions, chunks of {note['context']}, text {str(note['text'])[:40]}",
+        }
+    except (KeyError, TypeError, ValueError):  # notes are what somebody wrote
+        return {}

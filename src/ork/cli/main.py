@@ -21,6 +21,9 @@ COMMANDS = {
     "bench": "measure prefill and decode speed",
     "inspect": "show what a pack holds",
     "verify": "check every hash of a pack",
+    "ppl": "measure perplexity on a text, and KL divergence from a reference",
+    "qerr": "measure what quantisation changed: by tensor, and where two models first differ",
+    "diff": "show how two packs differ: recipe, codecs, bytes, quality",
     "npu": "work on programs of the NPU: disassemble, compare",
     "emu": "run other programs of the chip on the emulated one",
 }

@@ -55,6 +55,7 @@ class Engine:
 
     def __init__(self, ops: Ops, model: Model, *, context: int, half: bool = True, sequences: int = 1):
         c = model.config
+        self.ops = ops
         self.model = model
         self.context = context
         blocks = -(-context // BLOCK)

@@ -146,9 +146,7 @@ class Pairs:
         return comparison(self.nll, self.kl, self.top[:, 0] == self.top[:, 1])
 
 
-def score(
-    logits: Logits, chunks: Chunks, progress: Callable[[int, Perplexity], None] | None = None
-) -> Scores:
+def score(logits: Logits, chunks: Chunks, progress: Callable[[int, Perplexity], None] | None = None) -> Scores:
     """Every chunk; `progress` hears how many are done and the figures so far. Raises OrkError for NaN or infinities."""
     _check(logits, chunks)
     total = len(chunks) * chunks.scored

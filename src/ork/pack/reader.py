@@ -132,6 +132,12 @@ class Pack:
         slices = slice_infos(self._index.entries, first, int(t["entries"]))
         return Tensor(name=name, codec=_CODEC[int(t["codec"])], N=N, K=K, first_slice=first, slices=slices, **fields)
 
+    def content(self, name: str) -> str:
+        """The hash (hex) over the hashes of a tensor's entries, weight or raw, in order: equal for equal bytes."""
+        t = self._index.tensors[self._by_name()[name]]
+        first = int(t["first_entry"])
+        return hash_of(self._index.entries["hash"][first : first + int(t["entries"])].tobytes()).hex()
+
     def raw_type(self, name: str) -> tuple[str, tuple[int, ...], int]:
         """(dtype as in DTYPES, shape, bytes) of a raw tensor, without reading it."""
         t = self._record(name, raw=True)
@@ -167,6 +173,11 @@ class Pack:
                 raise damaged(self.path, describe(self._index, entry), offset, "its bytes do not match their hash")
             self._checked[entry] = 1
         return nbytes
+
+    def expect(self, entry: int, start: int, nbytes: int) -> None:
+        """Part of a blob will be read soon by `read_part`; one that has not been checked yet is read whole."""
+        if self._checked[entry]:
+            self._file.expect(int(self._index.entries["offset"][entry]) + start, nbytes)
 
     def read_part(self, entry: int, start: int, memory: Bytes) -> None:
         """Reads part of a blob that has been checked whole into `memory`, through the page cache."""

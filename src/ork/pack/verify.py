@@ -91,9 +91,10 @@ def _tensor(pack: Pack, name: str) -> dict[str, Any]:
         "act_group": t.act_group,
         "layer": t.layer,
         "expert": t.expert,
+        "content": pack.content(name),
     }
 
 
 def _raw(pack: Pack, name: str) -> dict[str, Any]:
     dtype, shape, nbytes = pack.raw_type(name)
-    return {"name": name, "dtype": dtype, "shape": list(shape), "bytes": nbytes}
+    return {"name": name, "dtype": dtype, "shape": list(shape), "bytes": nbytes, "content": pack.content(name)}

@@ -1,0 +1,101 @@
+"""What a conversion cost, measured and noted in the pack: perplexity and KL divergence against the source.
+
+The reference is the source's own weights in f32, as a pack of its own for the time of the measurement: a pack is
+mapped, so memory stays bounded, but the disk needs 4 bytes a weight meanwhile, beside the target. It is removed at the
+end, whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ork.build.convert import Progress, check_target, convert, plan_pack
+from ork.devices.base import Device
+from ork.devices.choose import open_device
+from ork.engine.session import Engine
+from ork.errors import StorageError
+from ork.measure.compare import Comparison
+from ork.measure.perplexity import Chunks, Running, compare, cut
+from ork.models import build as build_model
+from ork.ops import Ops
+from ork.pack.notes import write_note
+from ork.pack.reader import Pack
+from ork.quant.recipe import builtin
+from ork.residency.source import PackSource
+from ork.residency.stream import Stream
+from ork.sources.base import Source
+from ork.text.tokenizer import Tokenizer, build_tokenizer
+
+NOTE = "quality"
+
+
+def check_text(source: Source, text: str, *, context: int = 512, chunks: int | None = None) -> Chunks:
+    """The text's chunks, before anything is converted. Raises UsageError if it is too short."""
+    return cut(Tokenizer.load(build_tokenizer(source.metadata)), text, context, chunks)
+
+
+def evaluate(
+    source: Source,
+    target: Path,
+    text: str,
+    *,
+    command: str,
+    context: int = 512,
+    chunks: int | None = None,
+    max_ram: int,
+    threads: int | None = None,
+    converting: Progress | None = None,
+    progress: Callable[[int, int, Comparison], None] | None = None,
+) -> dict[str, Any]:
+    """Runs the pack `target` beside its source on the CPU, chunk by chunk, and writes the note `quality`, which is
+    returned: the text's digest, what `Comparison` has, and `command`, which finds
+    it again. `progress(chunks, done, figures so far)`.
+
+    The KV cache is f32 for both, so that weights and activations alone are judged. Raises UsageError for a text too
+    short, StorageError where the disk has no room for the reference, and the errors of `convert`.
+    """
+    cut_text = check_text(source, text, context=context, chunks=chunks)
+    reference = target.with_name(f"{target.name}.reference")
+    check_target(reference)  # nothing but what is made here may be removed at the end
+    recipe = builtin("f32")
+    plan = plan_pack(source, recipe, tokenizer=b"")
+    need = sum(plan.nbytes(e) for e in range(len(plan)))
+    free = shutil.disk_usage(target.absolute().parent).free
+    if free < need:
+        raise StorageError(
+            f"{reference}: the f32 reference to evaluate with takes {need:,} bytes, the disk has {free:,}; "
+            "make room, or leave --evaluate out"
+        )
+    try:
+        convert(source, reference, recipe, max_ram=max_ram, workers=threads, progress=converting)
+        with contextlib.ExitStack() as stack:
+            device, _ = open_device("cpu", threads=threads)
+            stack.callback(device.close)
+            ours, theirs = (
+                Running(_engine(stack.enter_context(Pack.open(path)), device, context), cut_text)
+                for path in (target, reference)
+            )
+            found = compare(theirs, ours, cut_text, progress and partial(progress, len(cut_text))).summary()
+    finally:
+        for suffix in ("", ".part", ".journal"):
+            reference.with_name(reference.name + suffix).unlink(missing_ok=True)
+    note = {
+        "text": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
+        "context": context,
+        "chunks": len(cut_text),
+        **found.record(),
+        "command": command,
+    }
+    write_note(target, NOTE, note)
+    return note
+
+
+def _engine(pack: Pack, device: Device, context: int) -> Engine:
+    ops = Ops(Stream(PackSource(pack), device), device)
+    return Engine(ops, build_model(ops), context=context, half=False)
