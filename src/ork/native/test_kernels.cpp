@@ -5,6 +5,7 @@
 #include <algorithm>
 #include "test_attention.h"
 #include "test_reference.h"
+#include "test_rows.h"
 #include "test_threads.h"
 
 namespace ork::test {
@@ -105,80 +106,6 @@ void linear_f32(const Kernels& k, Trace& t) {
 }
 
 // --- rows -------------------------------------------------------------------------------------------------------------------
-
-void quantise(const Kernels& k, Trace& t) {
-    for (int64_t K : {1, 5, 16, 31, 48, 100, 576, 960, 4096, 5120, 12288})
-        for (int64_t block = 0; block <= 4096 && (block == 0 || K % block == 0); block = block ? block * 2 : 1) {   // 0: no rotation
-            Random r(K * 13 + block);
-            const std::vector<float> sign = signs(r, K);
-            const Rotation rotation = {block ? sign.data() : nullptr, block};
-            const int64_t M = K > 600 ? 2 : 14, Kp = round_up(K, 32);
-            Matrix x(M, K, r, 3.0f);
-            if (M == 14) {
-                const float sizes[] = {0.0f, 1e-45f, 1e-39f, 1.2e-38f, 3.7e-37f, 3.8e-37f, 1e36f};   // zero, subnormal absmax, no reciprocal, huge
-                for (int64_t m = 0; m < 7; m++) for (int64_t i = 0; i < K; i++) x.at(m, i) = r.uniform() * sizes[m];
-                x.at(7, r.below(K)) = INFINITY;
-                x.at(8, r.below(K)) = NAN;
-                x.at(9, r.below(K)) = 1e6f;                                                      // one outlier
-                for (int64_t i = 0; i < K; i++) x.at(10, i) = (float)r.below(254) * 0.5f - 63.5f;   // halves: ties
-                x.at(10, 0) = 127.0f;
-            }
-            std::vector<int8_t> codes((size_t)(M * Kp), 99);
-            std::vector<float> scales((size_t)M, POISON);
-            std::vector<int32_t> sums((size_t)M, 77);
-            t.at("quantise K=%d block=%d", (int)K, (int)block);
-            k.quantise(x.mat(), 0, M, rotation, {codes.data(), scales.data(), sums.data(), Kp, 0, 127});
-            t.record(codes);
-            t.record(scales);
-            t.record(sums);
-            if (!t.oracle) continue;
-            std::vector<double> y((size_t)K);
-            for (int64_t m = 0; m < M; m++) {
-                const int8_t* q = &codes[m * Kp];
-                int32_t sum = 0;
-                bool finite = true;
-                double top = 0;
-                for (int64_t i = 0; i < Kp; i++) { sum += q[i]; t.expect(q[i] >= -127 && (i < K || q[i] == 0), "codes within +-127, zero past K"); }
-                for (int64_t i = 0; i < K; i++) { y[i] = (double)x.at(m, i) * (block ? sign[i] : 1.0f); finite = finite && std::isfinite(y[i]); }
-                t.expect(sum == sums[m], "the sum is that of the codes");
-                if (!finite) { t.expect(std::isnan(scales[m]) && sum == 0, "a row with an infinity or NaN has a NaN scale and no codes"); continue; }
-                for (int64_t i = 0; i < K; i++) top = std::max(top, std::fabs(y[i]));
-                const double dead = block ? 4e-37 * (double)block : 4e-37;   // an absmax this small may have no float reciprocal
-                for (int64_t i = 0; i < K; i += K > 1000 ? 97 : 1) {
-                    const double want = block ? hadamard_at(&y[i / block * block], block, i % block) : y[i];
-                    const double rounding = top * std::sqrt((double)std::max<int64_t>(block, 1)) * 1e-6;
-                    t.close((double)q[i] * scales[m], want, std::max((double)scales[m] * 0.50001 + rounding, top < dead ? top * (double)std::max<int64_t>(block, 1) : 0), "code * scale", i);
-                }
-            }
-        }
-}
-
-void rotate(const Kernels& k, Trace& t) {
-    for (int64_t block = 1; block <= 4096; block *= 2)
-        for (int64_t times : {1, 3}) {
-            const int64_t K = block * times;
-            Random r(K);
-            Matrix x(2, K, r);
-            x.v.resize((size_t)(x.stride + K));   // the last row is not padded
-            std::vector<float> y = x.v;
-            const std::vector<float> sign = signs(r, K);
-            const Rotation rotation = {sign.data(), block};
-            t.at("rotate K=%d block=%d", (int)K, (int)block);
-            k.rotate(y.data(), 2, x.stride, K, rotation, false);
-            std::vector<float> back = y;
-            k.rotate(back.data(), 2, x.stride, K, rotation, true);
-            t.record(y);
-            t.record(back);
-            if (!t.oracle) continue;
-            std::vector<double> d((size_t)K);
-            for (int64_t m = 0; m < 2; m++) {
-                double norm = 0;
-                for (int64_t i = 0; i < K; i++) { d[i] = (double)x.at(m, i) * sign[i]; norm += d[i] * d[i]; }
-                for (int64_t i = 0; i < K; i += K > 500 ? 61 : 1) t.close(y[m * x.stride + i], hadamard_at(&d[i / block * block], block, i % block), 1e-6 * std::sqrt(norm), "rotated", i);
-                for (int64_t i = 0; i < K; i++) t.close(back[m * x.stride + i], x.at(m, i), 1e-6 * std::sqrt(norm), "rotated there and back", i);
-            }
-        }
-}
 
 void norms(const Kernels& k, Trace& t) {
     for (int64_t dim : {1, 4, 8, 16, 20, 33, 64, 128, 250, 256, 1152}) {
@@ -299,30 +226,6 @@ void softmax(const Kernels& k, Trace& t) {
             }
 }
 
-void gather(const Kernels& k, Trace& t) {
-    for (int64_t K : {8, 20, 32, 100, 576, 1152, 4096 * 2})
-        for (int64_t block : {int64_t(0), int64_t(4), K & -K}) {   // K & -K: the largest power of two that divides K
-            block = std::min<int64_t>(block, 4096);
-            Random r(K + block);
-            Weights w(Codec::i8, K, K > 4096 ? 4096 : 32, 64, 0, r), f(Codec::f32, K, 32, 64, 0, r);
-            const std::vector<float> sign = signs(r, K);
-            t.at("gather K=%d block=%d", (int)K, (int)block);
-            for (int64_t c : {0, 1, 15, 16, 31, 32, 63}) {
-                std::vector<float> a((size_t)K, POISON), b((size_t)K, POISON);
-                k.gather(w.slice, c, K, {block ? sign.data() : nullptr, block}, a.data());
-                k.gather(f.slice, c, K, {}, b.data());
-                t.record(a);
-                t.record(b);
-                if (!t.oracle) continue;
-                std::vector<double> y((size_t)K);
-                for (int64_t i = 0; i < K; i++) y[i] = (double)w.plain_i8[c * w.Kp + i] * w.scales[c];
-                for (int64_t i = 0; i < K; i++) t.close(b[i], f.plain_f32[c * f.Kp + i], 0, "f32", i);
-                for (int64_t i = 0; i < K; i += K > 600 ? 97 : 1)
-                    t.close(a[i], block ? hadamard_at(&y[i / block * block], block, i % block) * sign[i] : y[i], 2e-6 * 128 * w.scales[c] * std::sqrt((double)std::max<int64_t>(block, 1)), "i8", i);
-            }
-        }
-}
-
 // The yardsticks of bench/kernels.py: how much they say they did, and that memory is read.
 void yardsticks(const Kernels& k, Trace& t) {
     t.at("yardsticks");
@@ -360,7 +263,7 @@ void functions(Trace& t) {
 // --- groups -----------------------------------------------------------------------------------------------------------------
 
 struct Group { const char* name; void (*run)(const Kernels&, Trace&); };
-constexpr Group GROUPS[] = {{"linear_i8", linear_i8}, {"scale_sums", scale_sums}, {"linear_f32", linear_f32}, {"quantise", quantise}, {"rotate", rotate}, {"norms", norms}, {"rope", rope}, {"elementwise", elementwise},
+constexpr Group GROUPS[] = {{"linear_i8", linear_i8}, {"scale_sums", scale_sums}, {"linear_f32", linear_f32}, {"linear_f16", linear_f16}, {"quantise", quantise}, {"rotate", rotate}, {"norms", norms}, {"rope", rope}, {"elementwise", elementwise},
                             {"softmax", softmax}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"yardsticks", yardsticks}, {"ops", ops}};
 
 bool report(const char* group, const char* isa, const Trace& t) {   // "group isa ok digest", or "group isa FAILED why"

@@ -63,36 +63,65 @@ inline std::vector<float> signs(Random& r, int64_t n) {
     return v;
 }
 
+inline double half_value(uint16_t h) {
+    const int e = h >> 10 & 31, m = h & 1023;
+    const double size = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
+    return h & 0x8000 ? -size : size;
+}
+
 // Weights in their plain form [n][K], and the same as a slice (docs/pack-format.md).
 struct Weights {
-    int64_t K, Kp, ks, n;
-    std::vector<int8_t> plain_i8;
+    int64_t K, Kp, ks, n, group;
+    std::vector<int8_t> plain_i8;       // codes, of nf4 the levels; of padding too
     std::vector<float> plain_f32, scales;
+    std::vector<uint16_t> plain_groups, group_scales;   // [n][Kp/group], and as stored
     std::vector<uint8_t> codes;
     Slice slice;
 
-    Weights(Codec codec, int64_t K_, int64_t ks_, int64_t n_, int32_t n0, Random& r) : K(K_), Kp(round_up(K_, ks_)), ks(ks_), n(n_) {
-        if (codec == Codec::i8) {
-            plain_i8.assign((size_t)(n * Kp), 0);
-            codes.assign((size_t)(n * Kp), 0);
-            scales = floats(r, n, 0.02f, 0.01f);
-            for (int64_t c = 0; c < n; c++)
-                for (int64_t k = 0; k < K; k++) {
-                    const int8_t w = r.below(16) ? r.code(-128) : r.bits() & 1 ? -128 : 127;
-                    const int64_t inner = k % ks;
-                    plain_i8[(size_t)(c * Kp + k)] = w;
-                    codes[(size_t)(k / ks * n * ks + c / 32 * 32 * ks + inner / 32 * 1024 + c % 32 * 32 + inner % 32)] = (uint8_t)w;
+    Weights(Codec codec, int64_t K_, int64_t ks_, int64_t n_, int32_t n0, Random& r, int64_t group_ = 0) : K(K_), Kp(round_up(K_, ks_)), ks(ks_), n(n_), group(group_) {
+        const bool quantised = is_quantised(codec), nibbles = codec == Codec::i4 || codec == Codec::nf4;
+        const int64_t G = codec == Codec::i8 ? 32 : nibbles ? 64 : 16;
+        codes.assign((size_t)(n * Kp * (codec == Codec::f32 ? 8 : codec == Codec::f16 ? 4 : codec == Codec::i8 ? 2 : 1) / 2), 0);
+        if (quantised) { plain_i8.assign((size_t)(n * Kp), codec == Codec::nf4 ? -127 : 0); scales = floats(r, n, 0.02f, 0.01f); }
+        else plain_f32.assign((size_t)(n * Kp), 0.0f);
+        for (int64_t c = 0; c < n; c++)
+            for (int64_t k = 0; k < K; k++) {
+                const int64_t inner = k % ks, at = c * Kp + k;
+                const size_t code = (size_t)(k / ks * n * ks + c / G * G * ks + inner / 32 * 32 * G + c % G * 32 + inner % 32);
+                if (codec == Codec::i8) {
+                    plain_i8[(size_t)at] = r.below(16) ? r.code(-128) : r.bits() & 1 ? -128 : 127;
+                    codes[code] = (uint8_t)plain_i8[(size_t)at];
+                } else if (nibbles) {
+                    constexpr int levels[] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
+                    const int v = (int)r.below(16);
+                    plain_i8[(size_t)at] = (int8_t)(codec == Codec::nf4 ? levels[v] : v < 8 ? v : v - 16);
+                    codes[code / 2] = (uint8_t)(codes[code / 2] | v << (code % 2 ? 4 : 0));
+                } else if (codec == Codec::f16) {
+                    uint16_t v = (uint16_t)r.bits();
+                    v = (uint16_t)(r.below(8) ? (v & 0x83ff) | (10 + r.below(8)) << 10 : v & 0x83ff);   // 2^-5 to 2^3, or subnormal
+                    plain_f32[(size_t)at] = (float)half_value(v);
+                    std::memcpy(&codes[2 * code], &v, 2);
+                } else {
+                    plain_f32[(size_t)at] = r.bell();
+                    std::memcpy(&codes[(size_t)(4 * (c / 16 * 16 * Kp + k * 16 + c % 16))], &plain_f32[(size_t)at], 4);
                 }
-        } else {
-            plain_f32.assign((size_t)(n * Kp), 0.0f);
-            codes.assign((size_t)(n * Kp * 4), 0);
+            }
+        if (group) {
+            const int64_t count = Kp / group;
+            plain_groups.resize((size_t)(n * count));
+            group_scales.resize((size_t)(n * count));
             for (int64_t c = 0; c < n; c++)
-                for (int64_t k = 0; k < K; k++) {
-                    plain_f32[(size_t)(c * Kp + k)] = r.bell();
-                    std::memcpy(&codes[(size_t)(4 * (c / 16 * 16 * Kp + k * 16 + c % 16))], &plain_f32[(size_t)(c * Kp + k)], 4);
+                for (int64_t g = 0; g < count; g++) {
+                    const uint16_t v = (uint16_t)(r.below(16) ? 0x2000 + r.below(0x1c00) : r.below(0x400));   // 2^-7 to 1, or subnormal
+                    plain_groups[(size_t)(c * count + g)] = group_scales[(size_t)(c / G * G * count + g * G + c % G)] = v;
                 }
         }
-        slice = {codec, codes.data(), scales.data(), nullptr, Kp, ks, n0, (int32_t)n, 0};
+        slice = {codec, codes.data(), scales.data(), group ? group_scales.data() : nullptr, Kp, ks, n0, (int32_t)n, group};
+    }
+    float group_scale(int64_t c, int64_t g) const { return (float)half_value(plain_groups[(size_t)(c * (Kp / group) + g)]); }
+    double weight(int64_t c, int64_t k) const {
+        if (!plain_f32.empty()) return plain_f32[(size_t)(c * Kp + k)];
+        return plain_i8[(size_t)(c * Kp + k)] * (double)scales[(size_t)c] * (group ? group_scale(c, k / group) : 1.0f);
     }
 };
 
@@ -166,12 +195,6 @@ class Trace {
 };
 
 // --- definitions ------------------------------------------------------------------------------------------------------------
-
-inline double half_value(uint16_t h) {
-    const int e = h >> 10 & 31, m = h & 1023;
-    const double size = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
-    return h & 0x8000 ? -size : size;
-}
 
 inline double nearest_half(float f) {   // half to even, as nearbyint rounds
     const double a = std::fabs((double)f);
