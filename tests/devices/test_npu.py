@@ -164,3 +164,21 @@ def test_devices_come_with_a_reason() -> None:
         for name, rows in (("gpu", None), ("cpu", 8), ("hybrid", 0)):
             with pytest.raises(UsageError):
                 open_device(name, min_rows=rows)
+
+
+def test_what_was_prepared_for_a_slice_serves_it_anywhere_in_an_op(kernel: EmulatedKernel) -> None:
+    """Slices of two domains in one op, then the second one alone: the same programs, another place in the op."""
+    device, cpu = NpuDevice(Npu.open(kernel), CpuDevice(1), name="emu"), CpuDevice(1)
+    parts = [weights(64, 256, 1), weights(64, 256, 2, n0=64)]
+    x = native.Array.of(np.random.default_rng(3).standard_normal((3, 256), dtype=np.float32))
+    rows = native.quantise(x, None, 0)
+    want = native.Array(3, 128)
+    cpu.linear([cpu.place(s, b) for s, b, _ in parts], x, rows, [want] * 2, [None] * 2)
+    handles = [device.place(s, b, domain) for domain, (s, b, _) in enumerate(parts)]
+    for chosen in (handles, handles[1:], handles[:1]):
+        got = native.Array(3, 128)
+        device.linear(chosen, x, rows, [got] * len(chosen), [None] * len(chosen))
+        for h in chosen:
+            columns = slice(h.spec.n0, h.spec.n1)
+            assert (bits(want.numpy()[:, columns]) == bits(got.numpy()[:, columns])).all()
+    device.close()

@@ -68,6 +68,9 @@ class FakeSource:
         held.view(np.uint64)[0] = tag(key)
         return BLOB
 
+    def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
+        raise NotImplementedError
+
     def read_part(self, name: str, index: int, start: int, memory: npt.NDArray[np.uint8]) -> None:
         raise NotImplementedError
 
@@ -90,6 +93,13 @@ class FakeDevice:
 
     def copies(self, spec: SliceSpec) -> bool:
         return False
+
+    def mapped_bytes(self, spec: SliceSpec) -> int:
+        return BLOB
+
+    def room(self, spec: SliceSpec, slot: Any) -> npt.NDArray[np.uint8]:
+        memory: npt.NDArray[np.uint8] = slot.memory
+        return memory
 
     def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
         return [self.make_slot(nbytes, domain) for nbytes in sizes]

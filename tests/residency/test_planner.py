@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ork.devices.base import Capacity, SliceSpec
+from ork.devices.base import Capacity, SliceSpec, blob_bytes
 from ork.errors import UsageError
 from ork.pack.format import align
 from ork.residency.cache import plan_window
@@ -154,7 +154,7 @@ def test_a_window_keeps_the_longest_prefix_that_leaves_room_for_the_slots(
     sizes = [align(t.blob_bytes(i)) for t in tensors for i in range(len(t.slices))]
     keys = [(t.name, i) for t in tensors for i in range(len(t.slices))]
     window = (cores + 1) * max(sizes) + 4096 * extra
-    plan = plan_window(tensors, window, cores)
+    plan = plan_window(tensors, window, cores, blob_bytes)
     assert [*plan.pinned, *plan.streamed] == keys
     assert plan.mapped_bytes <= window
     if sum(sizes) <= window:

@@ -17,6 +17,7 @@ from ork.errors import UsageError
 from ork.pack.format import align
 
 CODEC_IDS = {"f32": 0, "i8": 1, "i4": 2, "nf4": 3, "f16": 4}
+INT4_LIMIT = 7  # of activations of four bits; -8 would be without a counterpart
 SYS_CPU = Path("/sys/devices/system/cpu")
 
 
@@ -60,12 +61,14 @@ def page_room(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class CpuDevice:
-    """Computes on the host's cores with the instruction set chosen at run time."""
+    """Computes on the host's cores with the instruction set chosen at run time. `w4a4`: the rows that meet i4 weights
+    have four bits as well, as the NPU's int4 programs want them."""
 
     name = "cpu"
     cores: int  # slices computed at a time; all threads share each
 
-    def __init__(self, threads: int | None = None):
+    def __init__(self, threads: int | None = None, *, w4a4: bool = False):
+        self.w4a4 = w4a4
         count = default_threads() if threads is None else threads
         if not 1 <= count <= 256:
             raise UsageError(f"--threads {count}: give a number from 1 to 256")
@@ -129,7 +132,7 @@ class CpuDevice:
         return handle
 
     def activation_limit(self, codec: str) -> int:
-        return 127
+        return INT4_LIMIT if self.w4a4 and codec == "i4" else 127
 
     def linear(
         self,

@@ -90,6 +90,13 @@ def int4_out_bytes(M: int, N: int) -> int:
 Job = Int8Job | Int4Job
 
 
+def programs_of(job: Job, soc: Soc) -> int:
+    """How many programs a job becomes."""
+    if isinstance(job, Int8Job):
+        return len(plan(MatmulShape(job.M, job.K, job.N), soc, ks=job.ks or job.K))
+    return len(plan(MatmulShape(job.M, job.K, job.N, "int4"), soc, ks=job.K))
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one step of a job lies relative to the job's offsets, in bytes."""

@@ -6,10 +6,11 @@ fits is kept for good and the rest is streamed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ork.devices.base import SliceSpec
 from ork.errors import UsageError
 from ork.pack.format import align
 from ork.residency.stream import TensorSpec
@@ -44,12 +45,15 @@ class WindowPlan:
         )
 
 
-def plan_window(tensors: Sequence[TensorSpec], window: int, cores: int) -> WindowPlan:
+def plan_window(
+    tensors: Sequence[TensorSpec], window: int, cores: int, mapped: Callable[[SliceSpec], int]
+) -> WindowPlan:
     """Divides `window` bytes between the longest prefix of the order that fits and `cores` + 1 slots for the rest.
 
-    Raises UsageError with the smallest window if this one is too small.
+    `mapped` gives the bytes that a slice takes on the device. Raises UsageError with the smallest window if this one is
+    too small.
     """
-    order = [((t.name, i), align(t.blob_bytes(i))) for t in tensors for i in range(len(t.slices))]
+    order = [((t.name, i), align(mapped(s))) for t in tensors for i, s in enumerate(t.slices)]
     total = sum(size for _, size in order)
     if total <= window:
         return WindowPlan(window, tuple(k for k, _ in order), (), total, 0, 0)

@@ -19,7 +19,7 @@ Loaded = tuple[Handle, int]  # and the bytes that were read
 def load_slice(source: SliceSource, device: Device, tensor: TensorSpec, index: int, slot: Slot) -> Loaded:
     """Reads a slice into a slot: its handle and bytes. Raises the source's and the device's errors, one clear line."""
     try:
-        nbytes = source.read_into(tensor.name, index, slot.memory)
+        nbytes = source.read_into(tensor.name, index, device.room(tensor.slices[index], slot))
         return device.fill(tensor.slices[index], slot, nbytes), nbytes
     except OrkError as error:
         release_frames(error)

@@ -42,7 +42,7 @@ def arrange(stream: Streams, capacity: Capacity, *, domains: int | None = None, 
     Raises UsageError as `plan_placement`."""
     specs = {t.name: t for t in stream.tensors}
     keys, slot_bytes = stream.staying()
-    slices = [((name, i), align(specs[name].blob_bytes(i))) for name, i in keys]
+    slices = [((name, i), align(stream.device.mapped_bytes(specs[name].slices[i]))) for name, i in keys]
     placement = recorded(note, slices, capacity, domains=domains, slot_bytes=slot_bytes)
     if placement is None:
         placement = plan_placement(slices, capacity, domains=domains, slot_bytes=slot_bytes)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from ork import native, tiles
 from ork.devices.base import Device, Handle, SliceSpec, Slot
-from ork.pack.file import aligned
 from ork.pack.format import align
 from ork.residency.cache import Key, WindowPlan, plan_window
 from ork.residency.loading import load_slices, release_frames
@@ -80,7 +79,7 @@ class Window:
         self._placement, self._slot_domain = placement, slot_domain
 
     def _planned(self) -> WindowPlan:
-        return self.plan or plan_window(self.tensors, self.window, self.device.cores)
+        return self.plan or plan_window(self.tensors, self.window, self.device.cores, self.device.mapped_bytes)
 
     def _fill(self, plan: WindowPlan) -> None:
         self.plan = plan
@@ -121,7 +120,7 @@ class Window:
             by_domain.setdefault(self._placement.get(key, 0), []).append(key)
         slots: dict[Key, Slot] = {}
         for domain, group in by_domain.items():
-            sizes = [align(specs[name].blob_bytes(index)) for name, index in group]
+            sizes = [align(self.device.mapped_bytes(specs[name].slices[index])) for name, index in group]
             for key, nbytes, slot in zip(group, sizes, self.device.make_slots(sizes, domain)):
                 slots[key] = self._own(slot, nbytes, domain)
         return [slots[key] for key in keys]
@@ -170,17 +169,23 @@ class Window:
     @contextmanager
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> Iterator[list[native.Slice]]:
         self.reside()
+        width = tensor.slices[0].n1 - tensor.slices[0].n0
         found: dict[int, native.Slice] = {}
-        kept = []  # the pieces' memory, which the cache of pieces may let go of meanwhile
+        wanted: list[tuple[int, int]] = []
         for column in sorted({int(c) // GATHER * GATHER for c in columns if 0 <= c < tensor.N}):
-            index = next(i for i, s in enumerate(tensor.slices) if s.n0 <= column < s.n1)
+            index = column // width
             handle = self._pinned.get((tensor.name, index))
             if handle is not None:
                 found[-1 - index] = self.device.host(handle)
             else:
-                found[column], memory = self._piece(tensor, index, column)
-                kept.append(memory)
-        yield list(found.values())
+                wanted.append((index, column))
+        for index, column in wanted:  # the disk sees all of them before the first is waited for
+            if (tensor.name, column) not in self._pieces:
+                for start, _, nbytes in _ranges(tensor.slices[index], column)[1]:
+                    self.source.expect(tensor.name, index, start, nbytes)
+        # the memory too: the cache of pieces may let go of it meanwhile
+        pieces = [self._piece(tensor, index, column) for index, column in wanted]
+        yield [*found.values(), *(piece for piece, _ in pieces)]
 
     def _piece(self, tensor: TensorSpec, index: int, column: int) -> Piece:
         """Columns [column, column + 64) of a slice that is not pinned, read from the file alone."""
@@ -190,17 +195,11 @@ class Window:
             self._pieces.move_to_end(key)
             return held
         s = tensor.slices[index]
-        n = tiles.pad_n(s.n1 - s.n0)
-        layout, piece = (tiles.slice_layout(s.codec, s.K, m, s.group) for m in (n, GATHER))
-        memory = aligned(piece.nbytes)
-        run = GATHER * layout.codes.nbytes // n * s.ks // s.Kp if s.codec != "f32" else piece.codes.nbytes
-        per_slice = layout.codes.nbytes * s.ks // s.Kp if s.codec != "f32" else layout.codes.nbytes
-        for k in range(piece.codes.nbytes // run):  # one run a K slice
-            start = k * per_slice + (column - s.n0) // GATHER * run
-            self.source.read_part(tensor.name, index, layout.codes.offset + start, memory[k * run : (k + 1) * run])
-        if layout.channel.nbytes:
-            at, to = layout.channel.offset + 4 * (column - s.n0), piece.channel.offset
-            self.source.read_part(tensor.name, index, at, memory[to : to + 4 * GATHER])
+        nbytes, ranges = _ranges(s, column)
+        room = np.empty(nbytes + 63, np.uint8)
+        memory = room[-room.ctypes.data % 64 :][:nbytes]
+        for start, to, count in ranges:
+            self.source.read_part(tensor.name, index, start, memory[to : to + count])
         made = self.device.host_slice(
             SliceSpec(tensor.name, s.codec, s.K, s.Kp, s.ks, column, column + GATHER, s.group), memory
         )
@@ -225,3 +224,17 @@ class Window:
         self._piece_bytes = 0
         self.plan = None
         self._ready = None
+
+
+def _ranges(s: SliceSpec, column: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """Bytes of a slice of columns [column, column + 64) alone, and where they lie in the slice that holds them: (start
+    in its blob, start in the piece, bytes)."""
+    n = tiles.pad_n(s.n1 - s.n0)
+    layout, piece = (tiles.slice_layout(s.codec, s.K, m, s.group) for m in (n, GATHER))
+    run = GATHER * layout.codes.nbytes // n * s.ks // s.Kp if s.codec != "f32" else piece.codes.nbytes
+    per_slice = layout.codes.nbytes * s.ks // s.Kp if s.codec != "f32" else layout.codes.nbytes
+    first = layout.codes.offset + (column - s.n0) // GATHER * run
+    ranges = [(first + k * per_slice, k * run, run) for k in range(piece.codes.nbytes // run)]  # one a K slice
+    if layout.channel.nbytes:
+        ranges.append((layout.channel.offset + 4 * (column - s.n0), piece.channel.offset, 4 * GATHER))
+    return piece.nbytes, ranges
