@@ -17,19 +17,22 @@ import ork
 from ork import tiles
 from ork.api import LoadedModel
 from ork.build.cache import cached_pack
-from ork.build.convert import DEFAULT_MAX_RAM, convert
+from ork.build.convert import DEFAULT_MAX_RAM, Aids, convert
 from ork.errors import OrkError, SourceError, StorageError, UsageError
 from ork.native import Array
 from ork.pack import writer
 from ork.pack.reader import Pack
 from ork.pack.verify import verify
 from ork.quant import rotation
-from ork.quant.recipe import Choice, Recipe, builtin
+from ork.quant.codecs import Quantised, dequantise, quantise
+from ork.quant.imatrix import Imatrix
+from ork.quant.recipe import Choice, Recipe, builtin, usual
 from ork.sources.base import open_source
 from tests import tiny
 from tests.gguf_writer import write_gguf
 from tests.models.test_goldens import GOLDENS
-from tests.native.oracles import hadamard, quantised
+from tests.native.oracles import hadamard
+from tests.quant import plain
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,19 +43,25 @@ def make(source: Path, target: Path, recipe: Recipe | None = None, **options: ob
     return target.read_bytes()
 
 
-def unpacked(pack: Pack, name: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Codes [N, K] and channel scales [N] of a weight, padding cut off."""
+def stored(pack: Pack, name: str) -> Quantised:
+    """What a pack holds of a weight, padding of N cut off."""
     t = pack.tensor(name)
-    codes, scales = [], []
+    parts = []
     for s in t.slices:
         layout = tiles.slice_layout(t.codec, t.K, s.n1 - s.n0, t.group)
-        c, channel, _ = tiles.unpack_blob(layout, pack.slice(s.entry))
-        codes.append(c)
-        scales.append(channel)
-    every = np.concatenate(codes)
-    assert not every[t.N :].any()
-    assert not every[:, t.K :].any()
-    return every[: t.N, : t.K], None if scales[0] is None else np.concatenate(scales)[: t.N]
+        parts.append(tiles.unpack_blob(layout, pack.slice(s.entry)))
+    codes, channel, groups = (None if p[0] is None else np.concatenate(p) for p in zip(*parts))
+    assert codes is not None
+    assert not codes[t.N :].any()
+    assert not codes[:, t.K :].any()
+    cut = [None if a is None else a[: t.N] for a in (channel, groups)]
+    return Quantised(codes[: t.N], cut[0], cut[1])
+
+
+def unpacked(pack: Pack, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Codes [N, K] and channel scales [N] of a weight, padding cut off."""
+    q = stored(pack, name)
+    return q.codes[:, : pack.tensor(name).K], q.channel
 
 
 @pytest.fixture
@@ -82,13 +91,11 @@ def test_i8_codes_are_those_of_a_plain_quantiser(tmp_path: Path, kind: str, rota
             if rotate:
                 signs = pack.raw(f"rotation.signs.{t.columns}")
                 assert sorted(set(signs.tolist())) == [-1, 1]
-                codes, scales = quantised(hadamard(rows, signs.astype(np.float32), block))
-                scales *= np.float32(1) / np.sqrt(np.float32(block))
-            else:
-                codes, scales = quantised(rows)
+                rows = hadamard(rows, signs.astype(np.float32), block) * (np.float32(1) / np.sqrt(np.float32(block)))
+            scales = plain.scales_of("i8", rows, 0)[0]
             got, channel = unpacked(pack, t.name)
-            assert np.array_equal(got, codes)
             assert np.array_equal(channel, scales)
+            assert np.array_equal(got, plain.codes_of("i8", rows, plain.stored_scales(scales, None, t.columns)))
         norms = [t for t in s.tensors.values() if len(t.shape) == 1]
         assert norms
         for t in norms:
@@ -109,20 +116,124 @@ def test_an_f32_pack_holds_the_rows_of_the_source(gguf: Path, tmp_path: Path) ->
 def test_a_codec_per_tensor(tmp_path: Path) -> None:
     """Tensors that read the same rows may be stored in different ways; each is multiplied in its own."""
     rules = (
-        (r"blk\.0\.attn_k\.weight", Choice("f32", False)),
-        (r"blk\..\.ffn_up\.weight", Choice("i8", False)),
-        (r"output\.weight", Choice("f32", False)),
+        (r"blk\.0\.attn_k\.weight", Choice("f32")),
+        (r"ffn_up", Choice("i8", rotation="none")),
+        (r"^output\.weight", Choice("f32")),
     )
     source = tiny.random_gguf(tmp_path / "x.gguf")
-    make(source, tmp_path / "mixed.orkpack", Recipe("mixed", Choice("i8", True), rules))
+    make(source, tmp_path / "mixed.orkpack", Recipe("mixed", Choice("i8"), rules))
     tokens = np.random.default_rng(0).integers(0, tiny.VOCAB, 60).tolist()
     with ork.load(tmp_path / "mixed.orkpack") as mixed, ork.load(source, codec="f32") as exact:
         assert mixed.pack.tensor("blk.0.attn_k.weight").codec == "f32"
         assert [mixed.pack.tensor(f"blk.0.ffn_{n}.weight").rotation for n in ("up", "gate")] == [0, 64]
-        assert mixed.pack.recipe["rules"][0] == {"match": rules[0][0], "codec": "f32", "rotate": False}
+        assert Recipe.of(mixed.pack.recipe) == Recipe("mixed", Choice("i8"), rules)
         got, want = mixed.logits(tokens), exact.logits(tokens)
         assert np.abs(got - want).max() < 0.2 * np.abs(want).max()
         assert (got.argmax(axis=1) == want.argmax(axis=1)).mean() > 0.8
+
+
+@pytest.mark.parametrize("codec", ["i4", "nf4", "i8"])
+@pytest.mark.parametrize("mode", ["none", "block", "mix"])
+def test_groups_and_rotations_are_those_of_the_recipe(tmp_path: Path, codec: str, mode: str) -> None:
+    """64 inputs get the group asked for; 96, of three blocks of 32, the largest that divides them, and are mixed."""
+    source = tiny.random_gguf(tmp_path / "x.gguf")
+    recipe = Recipe("mine", Choice(codec, 64, mode, "mse"))
+    make(source, tmp_path / "x.orkpack", recipe)
+    with contextlib.closing(open_source(source)) as s, Pack.open(tmp_path / "x.orkpack") as pack:
+        assert Recipe.of(pack.recipe) == recipe
+        for t in (t for t in s.tensors.values() if len(t.shape) == 2):
+            K, got = t.columns, pack.tensor(t.name)
+            group = {64: 64, 96: 32}[K]
+            assert (got.codec, got.group, got.act_group) == (codec, group, group)
+            assert (got.rotation, got.mix) == {"none": (0, 0), "block": (K & -K, 0), "mix": (K & -K, 3 * (K == 96))}[
+                mode
+            ]
+            rows = rotation.rotate_rows(s.rows(t.name, 0, t.rows), K, mode)
+            want, held = quantise(codec, rows, group, search="mse"), stored(pack, t.name)
+            assert np.array_equal(held.codes, want.codes)
+            assert np.array_equal(held.channel, want.channel)
+            assert np.array_equal(held.groups, want.groups)
+        mixes = [name for name in pack.names() if name.startswith("rotation.mix")]
+        assert mixes == (["rotation.mix.3"] if mode == "mix" else [])
+        if mixes:
+            q = pack.raw(mixes[0]).astype(np.float64)
+            assert np.allclose(q @ q.T, np.eye(3), atol=1e-6)
+
+
+def test_int8_with_groups_of_activations(tmp_path: Path) -> None:
+    source = tiny.random_gguf(tmp_path / "x.gguf")
+    make(source, tmp_path / "x.orkpack", builtin("int8", act_group=64))
+    with Pack.open(tmp_path / "x.orkpack") as pack:
+        down, up = pack.tensor("blk.0.ffn_down.weight"), pack.tensor("blk.0.ffn_up.weight")
+        assert (down.K, down.group, down.act_group) == (96, 0, 32)
+        assert (up.K, up.group, up.act_group) == (64, 0, 64)
+
+
+def test_what_no_group_divides_has_one_scale_a_channel(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = tiny.random_tensors()
+    for i in range(2):
+        for name, shape in (("gate", (100, 64)), ("up", (100, 64)), ("down", (64, 100))):
+            tensors[f"blk.{i}.ffn_{name}.weight"] = rng.standard_normal(shape).astype(np.float32)
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(**{"llama.feed_forward_length": 100}), tensors)
+    make(source, tmp_path / "x.orkpack", builtin("nf4", group=128))
+    verify(tmp_path / "x.orkpack")
+    with Pack.open(tmp_path / "x.orkpack") as pack:
+        assert [pack.tensor(f"blk.0.ffn_{name}.weight").group for name in ("up", "down")] == [64, 0]
+        held = stored(pack, "blk.0.ffn_down.weight")
+        rows = rotation.rotate_rows(tensors["blk.0.ffn_down.weight"], 100, "block")
+        assert plain.relative_error(rows, dequantise("nf4", held, 100)) < 0.1
+
+
+# --- importance
+
+
+def imatrix_of(tensors: dict[str, np.ndarray], **changes: np.ndarray) -> Imatrix:
+    """Of every matrix but look-ups and head, as files from hubs are; random mean squares."""
+    rng = np.random.default_rng(9)
+    weights = {n: t for n, t in tensors.items() if t.ndim == 2 and n not in ("token_embd.weight", "output.weight")}
+    sums = {n: (rng.random((1, t.shape[1])) ** 8).astype(np.float32) for n, t in weights.items()} | changes
+    return Imatrix(sums, {n: np.array([7], np.float32) for n in sums}, where="x.imatrix")
+
+
+def test_importance_weighs_the_errors_of_a_search(tmp_path: Path) -> None:
+    """Unrotated, each input counts; rotated, each block's mean; tensors that no imatrix lists are searched by mse."""
+    tensors = tiny.random_tensors()
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    aids = Aids(imatrix_of(tensors))
+    name = "blk.1.ffn_down.weight"
+    rows = tensors[name]
+    given = aids.importance.sums[name][0] / 7  # type: ignore[union-attr]
+    for mode, importance in (("none", given), ("block", np.repeat(given.reshape(3, 32).mean(axis=1), 32))):
+        target = tmp_path / f"{mode}.orkpack"
+        make(source, target, Recipe("mine", usual("nf4", rotation=mode)).with_importance(), aids=aids)
+        rotated = rotation.rotate_rows(rows, 96, mode)
+        with Pack.open(target) as pack:
+            assert pack.provenance["imatrix"] == aids.importance.digest  # type: ignore[union-attr]
+            want = quantise("nf4", rotated, search="importance", importance=importance.astype(np.float32))
+            assert np.array_equal(stored(pack, name).codes, want.codes)
+            head = rotation.rotate_rows(tensors["output.weight"], 64, mode)
+            assert np.array_equal(stored(pack, "output.weight").codes, quantise("nf4", head, search="mse").codes)
+        assert not np.array_equal(want.codes, quantise("nf4", rotated, search="mse").codes)
+
+
+def test_an_imatrix_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> None:
+    tensors = tiny.random_tensors("gemma3")
+    recipe, target = builtin("nf4").with_importance(), tmp_path / "x.orkpack"
+    shorter = imatrix_of(tensors, **{"blk.1.attn_q.weight": np.ones((1, 32), np.float32)})
+    negative = imatrix_of(tensors, **{"blk.1.attn_q.weight": np.full((1, 64), -1, np.float32)})
+    lacking = imatrix_of({n: t for n, t in tensors.items() if n != "blk.1.attn_q.weight"})
+    for imatrix, message in (
+        (shorter, r"x\.imatrix: tensor blk\.1\.attn_q\.weight has 32 inputs, not 64: it is of another model"),
+        (negative, r"x\.imatrix: tensor blk\.1\.attn_q\.weight holds a negative or infinite square"),
+        (lacking, r"x\.imatrix: lists no tensor blk\.1\.attn_q\.weight: it is of another model"),
+        (None, "recipe nf4 weighs errors by importance: give --imatrix FILE"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make(gguf, target, recipe, aids=Aids(imatrix))
+    with pytest.raises(UsageError, match=r"x\.imatrix: of no use to recipe int8, which searches no scales"):
+        make(gguf, target, builtin("int8").with_importance(), aids=Aids(imatrix_of(tensors)))
+    assert not target.exists()
 
 
 def test_rotated_and_plain_products_agree(tmp_path: Path) -> None:
@@ -162,7 +273,7 @@ def test_a_hugging_face_folder(tmp_path: Path, codec: str) -> None:
 # --- the same bytes
 
 
-@pytest.mark.parametrize("codec", ["i8", "f32"])
+@pytest.mark.parametrize("codec", ["i8", "f32", "f16", "i4", "small"])
 def test_same_source_same_bytes(gguf: Path, tmp_path: Path, codec: str) -> None:
     first = make(gguf, tmp_path / "a.orkpack", builtin(codec), workers=1)
     moved = gguf.rename(tmp_path / "moved.gguf")
@@ -238,6 +349,26 @@ def test_another_model_never_finishes_an_interrupted_one(tmp_path: Path) -> None
         make(source, target, progress=stop_after(12))
     tiny.random_gguf(source, seed=2)
     assert make(source, target) == make(source, tmp_path / "fresh.orkpack")
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_recipes_and_imatrices_are_not_mixed_by_resuming(gguf: Path, tmp_path: Path) -> None:
+    target, tensors = tmp_path / "x.orkpack", tiny.random_tensors("gemma3")
+    one, other = imatrix_of(tensors), imatrix_of(tensors, **{"blk.0.attn_q.weight": np.eye(1, 64, dtype=np.float32)})
+    weighed = builtin("nf4", group=32).with_importance()
+    ways = [
+        (builtin("nf4", group=32), Aids()),
+        (Recipe("nf4-g32", Choice("nf4", 32)), Aids()),  # of one name and one layout, but another search
+        (weighed, Aids(one)),
+        (weighed, Aids(other)),
+    ]
+    fresh = [make(gguf, tmp_path / f"{i}.orkpack", recipe, aids=aids) for i, (recipe, aids) in enumerate(ways)]
+    assert len(set(fresh)) == 4
+    for i, (recipe, aids) in enumerate(ways):
+        with pytest.raises(Stop):
+            make(gguf, target, ways[i - 1][0], aids=ways[i - 1][1], progress=stop_after(12))
+        assert make(gguf, target, recipe, aids=aids) == fresh[i]
+        target.unlink()
 
 
 # --- memory
@@ -318,6 +449,30 @@ def test_numbers_that_are_none_are_named(tmp_path: Path, name: str, bad: float, 
     assert not (tmp_path / "x.orkpack").exists()
 
 
+@pytest.mark.parametrize("codec", ["nf4", "i4", "f16"])
+def test_the_row_of_a_number_that_is_none(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "SLICE_BYTES", 1)  # slices of 64 columns
+    tensors = tiny.random_tensors()
+    tensors["output.weight"][233, 5] = np.nan
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    with pytest.raises(SourceError, match=r"x\.gguf: tensor output\.weight, row 233 holds a value that is not finite"):
+        make(source, tmp_path / "x.orkpack", builtin(codec))
+
+
+def test_four_bits_are_not_made_of_four_bits_unasked(tmp_path: Path) -> None:
+    target = tmp_path / "x.orkpack"
+    source = tiny.random_gguf(tmp_path / "x.gguf", kind="Q4_0")
+    with pytest.raises(UsageError, match=r"have about 4 bits already \(Q4_0\): rounding twice.*--allow-requantize"):
+        make(source, target, builtin("nf4"))
+    assert not target.exists()
+    make(source, target, builtin("nf4"), allow_requantize=True)
+    make(source, tmp_path / "int8.orkpack", builtin("int8"))
+    spared = Recipe("spared", Choice("nf4"), ((".", Choice("i8")),))
+    make(source, tmp_path / "spared.orkpack", spared)
+    five = tiny.random_gguf(tmp_path / "y.gguf", kind="Q5_0")
+    make(five, tmp_path / "five.orkpack", builtin("nf4"))
+
+
 def test_unknown_architecture(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "x.gguf", tiny.metadata("mamba"), tiny.random_tensors())
     with pytest.raises(SourceError, match="'mamba' is not supported; known are llama, qwen2, qwen3, gemma3"):
@@ -347,7 +502,7 @@ def test_only_packs_are_overwritten(gguf: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_codec() -> None:
-    with pytest.raises(UsageError, match="codec 'i3' is unknown; known are i8, f32"):
+    with pytest.raises(UsageError, match="recipe 'i3' is unknown; known are int8, i8, i4, nf4, f16, f32, small"):
         builtin("i3")
 
 

@@ -248,7 +248,7 @@ def test_bench(ork: Ork, pack: Path) -> None:
         assert len(row["samples_ts"]) == 3
         assert min(row["samples_ts"]) <= row["avg_ts"] <= max(row["samples_ts"])
         assert row["avg_ts"] > 0
-        assert (row["arch"], row["codec"], row["threads"]) == ("llama", "i8", 1)
+        assert (row["arch"], row["codec"], row["threads"]) == ("llama", "int8", 1)
     code, out, _ = ork("bench", pack, "-p", "8", "-n", "0", "-r", "1")
     lines = out.splitlines()
     assert lines[0] == "| model | size | codec | device | threads | test | t/s |"

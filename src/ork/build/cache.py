@@ -9,14 +9,12 @@ from pathlib import Path
 
 import xxhash
 
-from ork.build.convert import convert
+from ork.build.convert import CONVERTER, convert
 from ork.errors import StorageError, UsageError
 from ork.pack.format import MAGIC
 from ork.quant.recipe import Recipe, builtin
 from ork.sources.base import Source, open_source
 from ork.sources.hub import home
-
-CONVERTER = 1  # counts the changes of what a conversion makes of the same source
 
 
 def is_pack(path: Path) -> bool:
@@ -41,8 +39,8 @@ def cached_pack(
 ) -> Path:
     """The pack of a model: `path` itself if it is one, else the cache's, converted now if it is not there.
 
-    `announce` is told once what is about to be converted, and where to. The name holds the source's identity, so a
-    changed source is converted again.
+    `codec` is the name of a built-in recipe. `announce` is told once what is about to be converted, and where to. The
+    name holds the source's identity and the recipe's, so a changed source is converted again.
     """
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
@@ -59,12 +57,11 @@ def cached_pack(
 
 def place_of(path: Path, source: Source, recipe: Recipe) -> Path:
     """Where the cache keeps the pack of a source, in a folder that is there. Raises StorageError."""
-    plain = "" if recipe.default.rotate or recipe.default.codec == "f32" else "-norotate"
     stem = path.stem if path.is_file() else path.name
     # The digest covers the headers; size and time of the files stand for the data, which is not read for a name.
-    identity = (CONVERTER, source.digest(), _stamps(path))
+    identity = (CONVERTER, source.digest(), _stamps(path), recipe.digest)
     stamp = xxhash.xxh3_64_hexdigest(repr(identity).encode())
-    target = home() / "packs" / f"{stem}-{stamp}-{recipe.name}{plain}.orkpack"
+    target = home() / "packs" / f"{stem}-{stamp}-{recipe.name}.orkpack"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,11 +6,15 @@ dropped. So the memory in use is a few slices, whatever the model's size.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +26,10 @@ from ork.errors import SourceError, StorageError, UsageError
 from ork.pack.format import MAGIC
 from ork.pack.plan import PackPlan, RawPlan, TensorPlan
 from ork.pack.writer import PackWriter
-from ork.quant import int8, rotation
-from ork.quant.recipe import Recipe
+from ork.quant import rotation
+from ork.quant.codecs import BadRow, Quantised, effective_group, quantise
+from ork.quant.imatrix import Imatrix
+from ork.quant.recipe import Choice, Recipe
 from ork.sources.base import Source, TensorInfo
 from ork.text.vocab import build_tokenizer
 
@@ -33,26 +39,53 @@ DEFAULT_MAX_RAM = 2 << 30
 WORKING_COPIES = 3  # of a slice as f32: rows as read, rotated, and what tiling needs
 SAMPLE_BYTES = 4096
 RAW_LIMIT = 1 << 22  # elements of a tensor that is stored as it is
+CONVERTER = 2  # counts the changes of what a conversion makes of the same source
+INT8_BITS = 5.0  # from here on a source's matrix is worth int8, below it has about 4 bits
+UNLISTED = ("token_embd.weight", "output.weight")  # no imatrix has look-ups, and most leave out the head
 
 
-def plan_pack(source: Source, recipe: Recipe, *, tokenizer: bytes | None = None) -> PackPlan:
-    """Every tensor, size and offset of the pack. Raises SourceError for what cannot be converted.
+@dataclass(frozen=True)
+class Aids:
+    """What quantising takes beside the source and the recipe."""
+
+    importance: Imatrix | None = None
+    calibration: Mapping[str, object] | None = None  # what the pack records of the text that GPTQ looks at
+
+
+NO_AIDS: Final = Aids()
+
+
+def plan_pack(source: Source, recipe: Recipe, *, tokenizer: bytes | None = None, aids: Aids = NO_AIDS) -> PackPlan:
+    """Every tensor, size and offset of the pack. Raises SourceError for what cannot be converted, UsageError for an
+    imatrix that is missing, of another model or of no use.
 
     `tokenizer` is the ready one, built here if it is not given: what takes longest of a plan.
     """
     models.check_architecture(source.metadata.get("general.architecture"))
-    tensors, raws, widths = [], [], set()
+    tensors, raws = [], []
     for t in source.tensors.values():
-        if len(t.shape) == 2 and t.name.endswith(".weight"):
-            N, K = t.shape
-            choice = recipe.choose(t.name)
-            block = rotation.block_of(K) if choice.rotate else 0
-            if block:
-                widths.add(K)
-            tensors.append(TensorPlan(t.name, choice.codec, (N, K), rotation=block, layer=_layer(t.name)))
+        if is_weight(t):
+            tensors.append(plan_tensor(t, recipe.choose(t.name)))
         else:
             raws.append(_raw_plan(source, t))
+    widths, mixes = {t.shape[1] for t in tensors if t.rotation}, {t.mix for t in tensors if t.mix}
     raws += [RawPlan(rotation.signs_name(K), "i8", (K,)) for K in sorted(widths)]
+    raws += [RawPlan(rotation.mix_name(m), "f32", (m, m)) for m in sorted(mixes)]
+    provenance: dict[str, object] = {
+        "converter": CONVERTER,
+        "source": source.digest(),
+        "data": _data_sample(source),
+        "tensors": len(source.tensors),
+    }
+    _check_importance(tensors, recipe, aids.importance)
+    if aids.importance is not None:
+        provenance["imatrix"] = aids.importance.digest
+    if aids.calibration is not None:
+        provenance["calibration"] = dict(aids.calibration)
+    elif any(recipe.choose(t.name).gptq for t in tensors):
+        raise UsageError(
+            f"recipe {recipe.name} rounds by GPTQ, which looks at a text: use `ork convert --calibrate FILE`"
+        )
     return PackPlan(
         tensors,
         raws,
@@ -60,8 +93,37 @@ def plan_pack(source: Source, recipe: Recipe, *, tokenizer: bytes | None = None)
         tokenizer=build_tokenizer(source.metadata) if tokenizer is None else tokenizer,
         chat_template=str(source.metadata.get("tokenizer.chat_template", "")),
         recipe=recipe.record(),
-        provenance={"source": source.digest(), "data": _data_sample(source), "tensors": len(source.tensors)},
+        provenance=provenance,
     )
+
+
+def is_weight(t: TensorInfo) -> bool:
+    """Whether a tensor is stored as slices: a matrix; norms and biases stay as they are."""
+    return len(t.shape) == 2 and t.name.endswith(".weight")
+
+
+def plan_tensor(t: TensorInfo, choice: Choice) -> TensorPlan:
+    """How a matrix is stored under a choice, whose groups are what is asked for at most."""
+    N, K = t.shape
+    block, mix = rotation.fields_of(K, choice.rotation)
+    group = effective_group(K, choice.group)
+    act_group = group or effective_group(tiles.pad_k(K), choice.act_group)
+    return TensorPlan(
+        t.name, choice.codec, (N, K), rotation=block, mix=mix, group=group, act_group=act_group, layer=_layer(t.name)
+    )
+
+
+def _check_importance(tensors: list[TensorPlan], recipe: Recipe, imatrix: Imatrix | None) -> None:
+    searched = [t for t in tensors if recipe.choose(t.name).search == "importance"]
+    if searched and imatrix is None:
+        raise UsageError(
+            f"recipe {recipe.name} weighs errors by importance: give --imatrix FILE (`ork imatrix` makes one)"
+        )
+    if imatrix is not None and not searched:
+        raise UsageError(f"{imatrix.where}: of no use to recipe {recipe.name}, which searches no scales")
+    for t in searched:
+        if imatrix is not None and (t.name in imatrix or t.name not in UNLISTED):
+            imatrix.importance(t.name, t.shape[1])
 
 
 def _data_sample(source: Source) -> str:
@@ -84,39 +146,82 @@ def _raw_plan(source: Source, t: TensorInfo) -> RawPlan:
     return RawPlan(t.name, "f32", t.shape)
 
 
-def make_blob(plan: PackPlan, source: Source, entry: int) -> npt.NDArray[np.uint8]:
-    """The bytes of one entry of the pack, from the source's rows."""
+def make_blob(plan: PackPlan, source: Source, entry: int, aids: Aids = NO_AIDS) -> npt.NDArray[np.uint8]:
+    """The bytes of one entry of the pack, from the source's rows. Raises SourceError for a value that is none."""
     item, n0, n1 = plan.item(entry)
     if isinstance(item, RawPlan):
         return _raw_blob(item, source)
     N, K = item.shape
     stop = min(n1, N)
+    choice = recipe_of(plan).choose(item.name)
     rows = source.rows(item.name, n0, stop)
     source.release(item.name, n0, stop)
-    layout = plan.layout(entry)
-    n = layout.n
-    if item.codec == "f32":
-        if not np.isfinite(rows).all():
-            raise SourceError(f"{source.path}: tensor {item.name} holds a value that is not finite")
-        padded = np.zeros((n, tiles.pad_k(K)), np.float32)
-        padded[: stop - n0, :K] = rows
-        return tiles.build_blob(layout, padded)
+    if item.rotation:
+        rows = rotation.rotate_rows(rows, K, choice.rotation)
+    importance, search = importance_of(item, choice, aids), choice.search
+    if search == "importance" and importance is None:
+        search = "mse"
     try:
-        codes, scales = int8.quantise_rows(rows, rotation.signs_of(K) if item.rotation else None, item.rotation)
-    except SourceError as error:
-        raise SourceError(f"{source.path}: tensor {item.name}, rows {n0} to {stop}: {error}") from None
-    full_codes, full_scales = np.zeros((n, tiles.pad_k(K)), np.int8), np.zeros(n, np.float32)
-    full_codes[: stop - n0], full_scales[: stop - n0] = codes, scales
-    return tiles.build_blob(layout, full_codes, full_scales)
+        q = quantise(item.codec, rows, item.group, search=search, importance=importance)
+    except BadRow as bad:
+        raise SourceError(f"{source.path}: tensor {item.name}, row {n0 + bad.row} {bad.why}") from None
+    return blob_of(plan.layout(entry), q)
+
+
+def recipe_of(plan: PackPlan) -> Recipe:
+    return _recipe(plan.sections["recipe"])
+
+
+@lru_cache(maxsize=16)
+def _recipe(record: bytes) -> Recipe:
+    return Recipe.of(json.loads(record))
+
+
+def importance_of(item: TensorPlan, choice: Choice, aids: Aids) -> npt.NDArray[np.float32] | None:
+    """Importance f32 [K] of a tensor's inputs as they are after rotation; None: unweighted."""
+    imatrix = aids.importance
+    if choice.search != "importance" or imatrix is None or item.name not in imatrix:
+        return None
+    return rotation.rotate_importance(imatrix.importance(item.name, item.shape[1]), item.rotation, item.mix)
+
+
+def blob_of(layout: tiles.SliceLayout, q: Quantised) -> npt.NDArray[np.uint8]:
+    """A slice's bytes of its rows: a last slice's are fewer than its columns, which are padded."""
+    n = layout.n - len(q.codes)
+
+    def padded(a: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+        return a if a is None or not n else np.concatenate([a, np.zeros((n, *a.shape[1:]), a.dtype)])
+
+    codes = padded(q.codes)
+    assert codes is not None
+    return tiles.build_blob(layout, codes, padded(q.channel), padded(q.groups))
 
 
 def _raw_blob(item: RawPlan, source: Source) -> npt.NDArray[np.uint8]:
-    if item.name.startswith("rotation.signs."):
-        return rotation.signs_of(item.shape[0]).view(np.uint8)
+    derived = rotation.derived(item.name)
+    if derived is not None:
+        return np.ascontiguousarray(derived).reshape(-1).view(np.uint8)
     values = source.rows(item.name, 0, item.shape[0] if len(item.shape) == 2 else 1)
     if not np.isfinite(values).all():
         raise SourceError(f"{source.path}: tensor {item.name} holds a value that is not finite")
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+
+
+def effective_bits(t: TensorInfo) -> float:
+    """Bits a weight, scales included."""
+    return 8 * t.nbytes / (t.rows * t.columns)
+
+
+def check_requantised(source: Source, recipe: Recipe) -> None:
+    """Raises UsageError if a matrix that has about 4 bits already were to be rounded to 4 bits again."""
+    coarse = [t for t in source.tensors.values() if is_weight(t) and effective_bits(t) < INT8_BITS]
+    again = [t for t in coarse if recipe.choose(t.name).four_bit]
+    if again:
+        more = f" and {len(again) - 1} more have" if len(again) > 1 else " has"
+        raise UsageError(
+            f"{source.path}: {again[0].name}{more} about 4 bits already ({again[0].kind}): rounding twice costs "
+            "quality (published: perplexity 12.48, not 11.33); take a 16-bit file or int8, or give --allow-requantize"
+        )
 
 
 def convert(
@@ -124,6 +229,8 @@ def convert(
     target: str | os.PathLike[str],
     recipe: Recipe,
     *,
+    aids: Aids = NO_AIDS,
+    allow_requantize: bool = False,
     max_ram: int = DEFAULT_MAX_RAM,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -135,7 +242,9 @@ def convert(
     Holds at most `max_ram` bytes beyond the mapped source. Raises SourceError, PackError, StorageError, UsageError.
     """
     check_target(Path(target))
-    plan = plan_pack(source, recipe)
+    if not allow_requantize:
+        check_requantised(source, recipe)
+    plan = plan_pack(source, recipe, aids=aids)
     check_model(plan, source)
     count = workers_within(plan, max_ram, workers)
     total = sum(plan.nbytes(e) for e in range(len(plan)))
@@ -144,7 +253,7 @@ def convert(
     with PackWriter.open(target, plan) as writer:
         todo = list(writer.missing())
         done = total - sum(plan.nbytes(e) for e in todo)
-        for entry in _in_parallel(count, todo, lambda e: writer.write(e, make_blob(plan, source, e))):
+        for entry in in_parallel(count, todo, lambda e: writer.write(e, make_blob(plan, source, e, aids))):
             done += plan.nbytes(entry)
             if progress:
                 progress(done, total)
@@ -182,7 +291,7 @@ def check_target(target: Path) -> None:
     raise UsageError(f"{target}: this file exists and is not a pack; choose another name or remove it")
 
 
-def _in_parallel(count: int, entries: list[int], work: Callable[[int], None]) -> Iterator[int]:
+def in_parallel(count: int, entries: list[int], work: Callable[[int], None]) -> Iterator[int]:
     """Runs `work` on every entry, `count` at a time, in order; yields each when done. The first error stops it."""
     with ThreadPoolExecutor(count) as pool:
         running: dict[Future[None], int] = {}

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ork.build.cache import is_pack, place_of
 from ork.build.check import PlannedSource, check_model
-from ork.build.convert import Progress, check_target, make_blob, plan_pack, workers_within
+from ork.build.convert import Progress, check_requantised, check_target, make_blob, plan_pack, workers_within
 from ork.errors import OrkError, PackBusy, SourceError, StorageError, UsageError
 from ork.pack.file import SliceFile
 from ork.pack.index import map_pack
@@ -60,6 +60,7 @@ def open_running(
     source = open_source(path)
     try:
         recipe = builtin(codec, rotate=rotate)
+        check_requantised(source, recipe)
         target = place_of(path, source, recipe)
         if not target.exists():
             running = RunningPack(source, target, recipe, max_ram=max_ram)

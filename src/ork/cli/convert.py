@@ -8,13 +8,24 @@ import time
 from pathlib import Path
 
 from ork.cli.common import add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
+from ork.cli.measuring import evaluate_pack, text_to_evaluate
+from ork.cli.recipes import add_recipe, recipe_of
 
 
 def add(sub: argparse.ArgumentParser) -> None:
     add_model(sub)
     sub.add_argument("-o", "--output", type=Path, metavar="FILE", help="the pack (default: beside the model)")
-    sub.add_argument("--codec", default="i8", choices=("i8", "f32"), help="how weights are stored (default: i8)")
-    sub.add_argument("--no-rotate", action="store_true", help="plain int8 without the Hadamard rotation, to compare")
+    add_recipe(sub)
+    sub.add_argument(
+        "--imatrix", type=Path, metavar="FILE", help="importance of inputs, to weigh errors by (ork imatrix)"
+    )
+    sub.add_argument(
+        "--allow-requantize", action="store_true", help="4 bits from a source that has about 4 bits already, at a loss"
+    )
+    sub.add_argument(
+        "--evaluate", type=Path, metavar="TEXT", help="then measure what it cost on this text, and note it in the pack"
+    )
+    sub.add_argument("--evaluate-chunks", type=int, metavar="N", help="chunks of 512 tokens at most (default: all)")
     sub.add_argument("--max-ram", default="2G", metavar="SIZE", help="memory to use at most (default: 2G)")
     sub.add_argument("--threads", type=int, metavar="N", help="slices to work on at a time (default: all processors)")
 
@@ -25,18 +36,31 @@ def _beside(path: Path) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ork.build.convert import convert
-    from ork.quant.recipe import builtin
+    from ork.build.convert import Aids, convert
+    from ork.build.imatrix import read_imatrix
     from ork.sources.base import open_source
 
     check_threads(args.threads)
     path = resolve(args.model)
     target = args.output or _beside(path.absolute())
-    recipe = builtin(args.codec, rotate=not args.no_rotate)
+    text = text_to_evaluate(args, path)
+    aids = Aids(read_imatrix(args.imatrix) if args.imatrix else None)
     start = time.perf_counter()
     with contextlib.closing(open_source(path)) as source, progress_bar(target.name) as progress:
-        convert(source, target, recipe, max_ram=parse_size(args.max_ram), workers=args.threads, progress=progress)
+        recipe = recipe_of(args, source)
+        convert(
+            source,
+            target,
+            recipe.with_importance() if aids.importance else recipe,
+            aids=aids,
+            allow_requantize=args.allow_requantize,
+            max_ram=parse_size(args.max_ram),
+            workers=args.threads,
+            progress=progress,
+        )
     seconds = time.perf_counter() - start
     size = target.stat().st_size
     say(f"{target}: {size_text(size)} in {seconds:.1f} s ({size_text(size / seconds)}/s), recipe {recipe.name}")
+    if text is not None:
+        evaluate_pack(args, path, target, text)
     return 0

@@ -36,6 +36,7 @@ GROUPS: Final = (128, 64, 32)
 SEARCHES: Final = ("absmax", "mse", "importance")
 REFINE: Final = 3  # rounds of least squares at most
 SMALLEST: Final = 2.0**-100
+NOT_FINITE: Final = "holds a value that is not finite: the source is damaged or not a model"
 
 _STEPS = np.arange(19, 1, -1) / 20  # 0.95, 0.90 ... 0.10
 _ABOVE = np.array([1.05, 1.1, 1.15, 1.2])  # one code more or less can fit a small group better than its absmax does
@@ -70,6 +71,14 @@ SCHEMES: Final = MappingProxyType(
 )
 
 
+class BadRow(SourceError):
+    """Row `row` of those given cannot be quantised; `why` follows its number in a sentence."""
+
+    def __init__(self, row: int, why: str):
+        super().__init__(f"row {row} {why}")
+        self.row, self.why = row, why
+
+
 @dataclass(frozen=True)
 class Quantised:
     """Rows as stored; what pads `codes` beyond K is zero."""
@@ -90,8 +99,9 @@ def channel_scales(codec: str, peaks: F32) -> F32:
     A group's f16 is its scale over this: at most 4681 where no group's scale is above absmax / top, of 65504.
     """
     _, exponent = np.frexp(peaks)
-    scales = np.ldexp(np.float32(1), exponent - 1 - SCHEMES[codec].headroom)
-    return np.where(peaks < SMALLEST, np.float32(0), scales).astype(np.float32)
+    scales: F32 = np.ldexp(np.ones_like(peaks), exponent - 1 - SCHEMES[codec].headroom)
+    scales[peaks < SMALLEST] = 0
+    return scales
 
 
 def quantise(
@@ -107,8 +117,8 @@ def quantise(
     """Codes and scales of f32 rows [n, K], rotated already if they are to be; `group` as `effective_group` gives it.
 
     `importance` f32 [K], finite and not negative, weighs squared errors in the search of that name. `ratios` and
-    `refine` replace the codec's own search, for comparisons. Raises SourceError, naming the row, for a value that is
-    not finite or, with f16, too large.
+    `refine` replace the codec's own search, for comparisons. Raises BadRow for a value that is not finite or, with
+    f16, too large.
     """
     n, K = rows.shape
     rows = np.ascontiguousarray(rows, np.float32)
@@ -134,7 +144,7 @@ def quantise(
         None if groups is None else groups.view(np.uint16),
     )
     if bad >= 0:
-        raise SourceError(_not_finite(bad))
+        raise BadRow(bad, NOT_FINITE)
     return Quantised(codes, channel, groups)
 
 
@@ -158,7 +168,7 @@ def _floats(codec: str, rows: F32) -> Quantised:
     bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
     if bad.size:
         finite = np.isfinite(rows[bad[0]]).all()
-        raise SourceError(f"row {bad[0]} holds a value beyond f16's range" if finite else _not_finite(bad[0]))
+        raise BadRow(int(bad[0]), "holds a value beyond f16's range: store it as f32" if finite else NOT_FINITE)
     return Quantised(values, None, None)
 
 
@@ -166,7 +176,3 @@ def _weight(importance: F32) -> F32 | None:
     """Importance as weights of at most 1; None where no input matters."""
     top = float(importance.max())
     return np.ascontiguousarray(importance / np.float32(top), np.float32) if top > 0 else None
-
-
-def _not_finite(row: int) -> str:
-    return f"row {row} holds a value that is not finite: the source is damaged or not a model"

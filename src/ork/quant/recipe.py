@@ -1,49 +1,261 @@
-"""Which codec each tensor gets: an ordered list of rules, the first that matches a tensor's name decides."""
+"""Which codec each tensor gets: an ordered list of rules, the first whose pattern is found in a tensor's name decides.
+
+A recipe is data, in a pack's record as in a TOML file (docs/recipes.md):
+
+    name = "mine"
+
+    [default]
+    codec = "nf4"
+    group = 64
+
+    [[rule]]
+    match = "attn_v|^output"
+    codec = "i8"
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
 
 from ork.errors import UsageError
+from ork.quant.codecs import GROUPS, SEARCHES
+from ork.quant.rotation import MODES
+from ork.tiles import CODECS
 
-CODECS = ("i8", "f32")  # what this version quantises to
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOUR_BIT: Final = ("i4", "nf4")
+MAX_BYTES: Final = 1 << 20  # of a recipe file
+NAME: Final = re.compile(r"[A-Za-z0-9._+-]{1,64}")  # it becomes part of a file's name
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How one tensor is stored."""
+    """How one tensor is stored. Raises UsageError for values that do not go together.
+
+    `group` and `act_group` are what is asked for: a tensor gets the largest of 128, 64 and 32 that is not above it and
+    divides its inputs. Grouped weights have activations of the same groups; `act_group` is for `i8` without groups.
+    `search` importance needs an imatrix and is mse for tensors that none lists. f16 and f32 are stored unrotated.
+    """
 
     codec: str
-    rotate: bool
+    group: int = 0
+    rotation: str = "block"
+    search: str = "absmax"
+    act_group: int = 0
+    gptq: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("codec", self.codec, tuple(CODECS))
+        _one_of("group", self.group, (0, *sorted(GROUPS)))
+        _one_of("rotation", self.rotation, MODES)
+        _one_of("search", self.search, SEARCHES)
+        _one_of("act_group", self.act_group, (0, *sorted(GROUPS)))
+        if type(self.gptq) is not bool:
+            raise UsageError(f"gptq is {self.gptq!r}, not true or false")
+        if not CODECS[self.codec].scaled:
+            if self.group or self.act_group or self.gptq or self.search != "absmax":
+                raise UsageError(f"codec {self.codec} has no scales: no group, act_group, search or gptq goes with it")
+            object.__setattr__(self, "rotation", "none")
+        if self.act_group and (self.codec != "i8" or self.group):
+            raise UsageError("act_group is for codec i8 without group; a weight's group is its activations' too")
+
+    @property
+    def four_bit(self) -> bool:
+        return self.codec in FOUR_BIT
+
+
+def usual(codec: str, group: int = 0, **changes: Any) -> Choice:
+    """A codec with the search that serves it: mse for 4 bits, absmax for the others."""
+    return Choice(codec, group, **({"search": "mse" if codec in FOUR_BIT else "absmax"} | changes))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rules` are (regular expression, choice) pairs tried in order on the whole name; `default` is for the rest."""
+    """`rules` are (regular expression, choice) pairs, searched for in a tensor's name in order; `default` is for the
+    rest. `figures`, a JSON object, says what the rules were derived from. Raises UsageError for an expression that is
+    none, or a name that is not fit for a file's.
+    """
 
     name: str
     default: Choice
-    rules: tuple[tuple[str, Choice], ...] = field(default=())
+    rules: tuple[tuple[str, Choice], ...] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise UsageError(f"recipe name {self.name!r}: letters, digits and . _ + - only, at most 64")
+        _ = self._compiled
+
+    @cached_property
+    def _compiled(self) -> list[tuple[re.Pattern[str], Choice]]:
+        return [(_pattern(p), choice) for p, choice in self.rules]
 
     def choose(self, tensor: str) -> Choice:
-        for pattern, choice in self.rules:
-            if re.fullmatch(pattern, tensor):
-                return choice
-        return self.default
+        return next((choice for pattern, choice in self._compiled if pattern.search(tensor)), self.default)
 
     def record(self) -> dict[str, Any]:
-        """The recipe as a pack stores it."""
-        return {
-            "name": self.name,
-            "default": {"codec": self.default.codec, "rotate": self.default.rotate},
-            "rules": [{"match": p, "codec": c.codec, "rotate": c.rotate} for p, c in self.rules],
-        }
+        """The recipe as a pack stores it; `of` is the inverse."""
+        rules = [{"match": pattern, **asdict(choice)} for pattern, choice in self.rules]
+        record = {"name": self.name, "default": asdict(self.default), "rule": rules}
+        return record | ({"figures": dict(self.figures)} if self.figures else {})
+
+    @property
+    def digest(self) -> str:
+        """xxh3-64 (hex) of the record: tells apart recipes of one name."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.record(), sort_keys=True).encode())
+
+    def but(self, rules: Sequence[tuple[str, Choice]]) -> Recipe:
+        """With rules that come before the others."""
+        if not rules:
+            return self
+        return replace(self, name=f"{self.name}+{len(rules)}", rules=(*rules, *self.rules))
+
+    def rotated(self, mode: str) -> Recipe:
+        """With another rotation in every choice that has one."""
+        recipe = self._map(lambda c: replace(c, rotation=mode))
+        if recipe == self:
+            return self
+        return replace(recipe, name=f"{self.name}-{'norotate' if mode == 'none' else mode}")
+
+    def with_importance(self) -> Recipe:
+        """Every search for the least squared error weighs it by importance instead."""
+        return self._map(lambda c: replace(c, search="importance") if c.search == "mse" else c)
+
+    def _map(self, change: Callable[[Choice], Choice]) -> Recipe:
+        return replace(self, default=change(self.default), rules=tuple((p, change(c)) for p, c in self.rules))
+
+    @staticmethod
+    def of(record: Mapping[str, Any], where: str = "recipe") -> Recipe:
+        """Raises UsageError, `where` first, for an unknown key, codec or other value."""
+        try:
+            _known(record, ("name", "default", "rule", "figures"))
+            if "default" not in record:
+                raise UsageError("[default] is missing: it says how tensors are stored that no rule names")
+            name, rules = record.get("name", "unnamed"), record.get("rule", [])
+            figures = record.get("figures", {})
+            if not (isinstance(name, str) and isinstance(rules, list) and isinstance(figures, dict)):
+                raise UsageError("name is a string, figures a table, and each rule is headed [[rule]]")
+            pairs = [_rule(rule, i) for i, rule in enumerate(rules, 1)]
+            return Recipe(name, _choice(record["default"], "[default]"), tuple(pairs), figures)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
 
 
-def builtin(codec: str, *, rotate: bool = True) -> Recipe:
-    """`i8`: int8 per channel, rotated unless told otherwise; `f32`: as the source has it."""
-    if codec not in CODECS:
-        raise UsageError(f"codec {codec!r} is unknown; known are {', '.join(CODECS)}")
-    return Recipe(codec, Choice(codec, rotate and codec != "f32"))
+def exactly(tensor: str) -> str:
+    """The pattern that only this name matches."""
+    return f"^{re.escape(tensor)}$"
+
+
+def from_toml(source: str | Path) -> Recipe:
+    """The recipe of a TOML text, or of the file at a `Path`, whose stem is the name unless the file gives one.
+
+    Raises UsageError naming the file (or "recipe") and what is wrong: syntax, an unknown key or value.
+    """
+    where, text = "recipe", source
+    if isinstance(source, Path):
+        where = str(source)
+        try:
+            with source.open("rb") as f:
+                data = f.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise UsageError(f"{where}: {error.strerror or error}") from None
+        if len(data) > MAX_BYTES:
+            raise UsageError(f"{where}: larger than {MAX_BYTES >> 20} MiB: not a recipe")
+        text = data.decode("utf-8", "replace")
+    assert isinstance(text, str)
+    try:
+        record = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"{where}: not TOML: {' '.join(str(error).split()) or 'nested too deep'}") from None
+    if isinstance(source, Path):
+        record.setdefault("name", re.sub(r"[^A-Za-z0-9._+-]", "-", source.stem)[:64] or "unnamed")
+    return Recipe.of(record, where)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"match {text!r} is not a regular expression: {error}") from None
+
+
+def _rule(rule: object, number: int) -> tuple[str, Choice]:
+    where = f"rule {number}"
+    if not isinstance(rule, dict) or not isinstance(rule.get("match"), str):
+        raise UsageError(f"{where} has no match: a regular expression for the names of its tensors")
+    choice = _choice({k: v for k, v in rule.items() if k != "match"}, where)
+    return rule["match"], choice
+
+
+def _choice(record: object, where: str) -> Choice:
+    try:
+        if not isinstance(record, dict) or "codec" not in record:
+            raise UsageError(f"codec is missing; known are {', '.join(CODECS)}")
+        _known(record, tuple(f.name for f in fields(Choice)))
+        _one_of("codec", record["codec"], tuple(CODECS))
+        return usual(**record)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _known(record: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in record:
+        if key not in keys:
+            raise UsageError(f"unknown key {key!r}; known are {', '.join(keys)}")
+
+
+def _one_of(what: str, value: object, known: Sequence[object]) -> None:
+    if type(value) is not type(known[0]) or value not in known:
+        raise UsageError(f"{what} {value!r} is unknown; known are {', '.join(map(str, known))}")
+
+
+# --- the built-in ones
+
+# Head and embedding see every token, and attn_v's few columns carry what attention passes on.
+SMALL: Final = Recipe("small", usual("nf4", 64), ((r"^(token_embd|output)\.weight$|attn_v\.", usual("i8")),))
+PLAIN: Final = {"int8": "i8", "i8": "i8", "i4": "i4", "nf4": "nf4", "f16": "f16", "f32": "f32"}
+BUILTINS: Final = (*PLAIN, SMALL.name)
+
+
+def builtin(name: str, *, rotate: bool = True, group: int = 0, act_group: int = 0) -> Recipe:
+    """`int8` (or `i8`), `i4`, `nf4`, `f16`, `f32`: that codec throughout; `small`: 4 bits but where they cost most.
+
+    Rotated unless told otherwise. `group` is for i4, nf4 and int8, `act_group` for int8. Raises UsageError.
+    """
+    if name not in BUILTINS:
+        raise UsageError(f"recipe {name!r} is unknown; known are {', '.join(BUILTINS)}, or name a TOML file")
+    if name == SMALL.name:
+        if group or act_group:
+            raise UsageError("the recipe small has groups of its own: give a group with i4, nf4 or int8")
+        recipe = SMALL
+    else:
+        codec = PLAIN[name]
+        suffix = (f"-g{group}" if group else "") + (f"-a{act_group}" if act_group else "")
+        recipe = Recipe(("int8" if codec == "i8" else codec) + suffix, usual(codec, group, act_group=act_group))
+    return recipe if rotate else recipe.rotated("none")
+
+
+def tensor_type(text: str) -> tuple[str, Choice]:
+    """The rule of 'PATTERN=CODEC' or 'PATTERN=CODEC:GROUP', as `--tensor-type` takes it. Raises UsageError."""
+    pattern, equals, spec = text.rpartition("=")
+    codec, colon, group = spec.partition(":")
+    if not pattern or not equals or (colon and not group.isdecimal()):
+        raise UsageError(f"--tensor-type {text!r}: write it like 'attn_.*=i8' or 'ffn_down=nf4:32'")
+    try:
+        _pattern(pattern)
+        return pattern, usual(codec, int(group or 0))
+    except UsageError as error:
+        raise UsageError(f"--tensor-type {text!r}: {error}") from None
