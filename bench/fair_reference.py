@@ -1,8 +1,8 @@
 """A float model that lies on nobody's grid: the fair start for comparing quantisers.
 
 The GGUFs at hand are quantised already, so their dequantised rows lie on ggml's own grids, where ggml's quantisers lose
-nothing. Here every weight of a quantised block gets uniform noise of +- half the block's own step: what the block's code
-stood for before it was rounded. The result is written once as an F16 GGUF from which every quantiser starts.
+nothing. Here every weight of a quantised block gets uniform noise of +- half the block's own step: what the block's
+code stood for before it was rounded. The result is written once as an F16 GGUF from which every quantiser starts.
 
     python bench/fair_reference.py MODEL.gguf OUT.gguf
 """
@@ -50,7 +50,9 @@ def steps(kind: str, raw: memoryview | bytes) -> npt.NDArray[np.float32]:
     raise SystemExit(f"the step of {kind} blocks is not known here")
 
 
-def noisy_rows(source: GgufSource, name: str, start: int, stop: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+def noisy_rows(
+    source: GgufSource, name: str, start: int, stop: int, rng: np.random.Generator
+) -> npt.NDArray[np.float32]:
     """Rows [start, stop) with the noise of their blocks."""
     info = source.tensors[name]
     rows = source.rows(name, start, stop)
