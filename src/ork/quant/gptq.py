@@ -12,7 +12,7 @@ there are. They may differ between processors, as BLAS does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -98,19 +98,25 @@ def factor(hessian: Hessian, pool: Executor | None = None, *, damping: float = D
     return Factor(a, hessian.K - 1 - dead[::-1])
 
 
-def gptq(codec: str, rows: F32, made: Factor, group: int = 0, *, search: str = "absmax") -> Quantised:
-    """Codes and scales of rows f32 [n, K], rotated already; `codec` is i4, nf4 or i8, `group` from `effective_group`.
+def gptq(
+    codec: str,
+    rows: F32,
+    made: Factor,
+    group: int = 0,
+    *,
+    search: str = "absmax",
+    importance: F32 | None = None,
+) -> Quantised:
+    """Codes and scales of rows f32 [n, K], rotated already; codec i4, nf4 or i8, and the rest as in `codecs.quantise`.
 
-    A row's scale, without groups, is that of plain rounding. A group's is found when its first column's turn has come,
-    from what the columns before it made of the row; the channel scale is fixed before and leaves room for it, as
-    `codecs` says. With `search` "importance", column j weighs 1 / U_jj^2: what its error costs when the columns
-    behind it have made up for what they can. Raises SourceError for a value that is not finite.
+    A row's scale, without groups, is that of plain rounding. A group's is searched when its first column's turn has
+    come, from what the columns before it made of the row; the channel scale is fixed before that and leaves room for
+    it, as `codecs` says. Raises SourceError for a value that is not finite.
     """
     n, K = rows.shape
-    weights = np.square(1 / np.einsum("ii->i", made.upper)) if search == "importance" else None
     work = rows.copy()
     work[:, made.dead] = 0
-    plain = codecs.quantise(codec, work, group, search=search, importance=weights)
+    plain = codecs.quantise(codec, work, group, search=search, importance=importance)
     if plain.channel is None:
         raise ValueError(f"codec {codec} does not round")
     number = codecs.SCHEMES[codec].number
@@ -122,7 +128,7 @@ def gptq(codec: str, rows: F32, made: Factor, group: int = 0, *, search: str = "
         for at in range(block, end, group or BLOCK):
             stop = min(at + group, end) if group else end
             if groups is not None:
-                part = None if weights is None else weights[at:stop]
+                part = None if importance is None else importance[at:stop]
                 groups[:, at // group] = _group_scales(codec, work[:, at:stop], peaks, plain.channel, search, part)
                 scales = groups[:, at // group].astype(np.float32) * plain.channel
             native.gptq_round(number, work, made.upper, scales, codes, errors, block, at, stop)
@@ -132,7 +138,7 @@ def gptq(codec: str, rows: F32, made: Factor, group: int = 0, *, search: str = "
 
 
 def _group_scales(
-    codec: str, values: F32, peaks: F32, channel: F32, search: str, weights: F32 | None
+    codec: str, values: F32, peaks: F32, channel: F32, search: str, importance: F32 | None
 ) -> npt.NDArray[np.float16]:
     """f16 scales [n] of one group's values [n, group], over the channel scales of rows whose absmax was `peaks`.
 
@@ -141,30 +147,32 @@ def _group_scales(
     n, group = values.shape
     both = np.zeros((n, 2 * group), np.float32)
     both[:, 0], both[:, group:] = peaks, values
-    doubled = None if weights is None else np.concatenate([weights, weights])
+    doubled = None if importance is None else np.concatenate([importance, importance])
     q = codecs.quantise(codec, both, group, search=search, importance=doubled)
-    assert q.channel is not None and q.groups is not None
+    assert q.channel is not None
+    assert q.groups is not None
     grown = np.divide(q.channel, channel, out=np.zeros_like(channel), where=channel > 0)
     return np.clip(q.groups[:, 1].astype(np.float32) * grown, -HALF_MAX, HALF_MAX).astype(np.float16)
 
 
 def _cholesky(a: F32, pool: Executor | None) -> None:
-    """a = L L' in place, the lower half: a panel of columns at a time, from those to its left."""
+    """a = L L' in place, the lower half: a panel of columns at a time, from those to its left. Blocks on the diagonal
+    hold the inverse of L's: nothing else asks for them."""
     K = len(a)
     for at in range(0, K, TILE):
         end = min(at + TILE, K)
-        done = a[at:end, :at].T
+        own, left = a[at:end, at:end], a[at:end, :at].T
 
-        def below(row: int, at: int = at, end: int = end, done: F32 = done) -> None:
-            a[row : row + TILE, at:end] -= a[row : row + TILE, :at] @ done
+        def take(row: int, at: int = at, end: int = end, left: F32 = left) -> None:
+            a[row : row + TILE, at:end] -= a[row : row + TILE, :at] @ left
 
         if at:
-            _each(below, range(at, K, TILE), pool)
+            _each(take, range(at, K, TILE), pool)
         try:
-            a[at:end, at:end] = np.linalg.cholesky(a[at:end, at:end])
+            own[:] = np.tril(np.linalg.inv(np.linalg.cholesky(own)))
         except np.linalg.LinAlgError:
             raise FloatingPointError("the inputs' second moments are not positive definite") from None
-        inverse = np.linalg.inv(a[at:end, at:end]).T
+        inverse = own.T
 
         def solve(row: int, at: int = at, end: int = end, inverse: F32 = inverse) -> None:
             a[row : row + TILE, at:end] = a[row : row + TILE, at:end] @ inverse
@@ -173,19 +181,17 @@ def _cholesky(a: F32, pool: Executor | None) -> None:
 
 
 def _invert_lower(a: F32, pool: Executor | None) -> None:
-    """L to L^-1 in place, a panel of rows at a time, from those above it."""
+    """What `_cholesky` leaves to L^-1 in place, a panel of rows at a time, from those above it."""
     K = len(a)
-    for at in range(0, K, TILE):
+    for at in range(TILE, K, TILE):
         end = min(at + TILE, K)
-        inverse = np.tril(np.linalg.inv(a[at:end, at:end]))
-        row = a[at:end, :at].copy()
-        a[at:end, at:end] = inverse
+        inverse, row = a[at:end, at:end], a[at:end, :at].copy()
 
-        def column(left: int, at: int = at, end: int = end, row: F32 = row, inverse: F32 = inverse) -> None:
+        def fill(left: int, at: int = at, end: int = end, row: F32 = row, inverse: F32 = inverse) -> None:
             right = left + TILE
             a[at:end, left:right] = -(inverse @ (row[:, left:] @ a[left:at, left:right]))
 
-        _each(column, range(0, at, TILE), pool)
+        _each(fill, range(0, at, TILE), pool)
 
 
 def _flip(flat: F32) -> None:

@@ -134,6 +134,10 @@ class Recipe:
         """Every search for the least squared error weighs it by importance instead."""
         return self._map(lambda c: replace(c, search="importance") if c.search == "mse" else c)
 
+    def with_gptq(self) -> Recipe:
+        """Every codec that rounds makes up for its errors."""
+        return self._map(lambda choice: replace(choice, gptq=True) if CODECS[choice.codec].scaled else choice)
+
     def _map(self, change: Callable[[Choice], Choice]) -> Recipe:
         return replace(self, default=change(self.default), rules=tuple((p, change(c)) for p, c in self.rules))
 

@@ -1,0 +1,354 @@
+"""Conversion with GPTQ: layer by layer, on a text, each layer seeing what the layers before it became.
+
+A layer is run twice. With the source's weights in f32, to see its inputs: each distinct input has one Hessian, which
+the tensors that read it share. And, when its tensors have been rounded and are in the pack, with these and the int8
+rows that the model will have, to make the next layer's input. Between layers all hidden rows of the text are kept, and
+nothing else: a layer whose entries are all in the pack already, from a run that was interrupted, is only run the second
+way, to the same bits.
+
+What GPTQ does not round is converted first and as always: small tensors, the embedding (tied or not), tensors whose
+recipe does not ask for it, and those with more inputs than the text has rows, whose Hessian would say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ork.build.check import PlannedSource, check_model
+from ork.build.convert import (
+    DEFAULT_MAX_RAM,
+    NO_AIDS,
+    Aids,
+    Progress,
+    blob_of,
+    check_requantised,
+    check_target,
+    importance_of,
+    in_parallel,
+    make_blob,
+    plan_pack,
+)
+from ork.build.layerwise import EMBEDDING, HEAD, I32, Layers, SourceLayers
+from ork.errors import SourceError, UsageError
+from ork.measure.perplexity import cut
+from ork.models.layers import State
+from ork.ops import Array, Weight
+from ork.pack.file import SliceFile, aligned
+from ork.pack.plan import PackPlan, TensorPlan
+from ork.pack.writer import PackWriter
+from ork.quant import gptq, rotation
+from ork.quant.recipe import Recipe
+from ork.residency.stream import Stream
+from ork.sources.base import Source
+from ork.text.tokenizer import Tokenizer
+from ork.text.vocab import build_tokenizer
+
+SEQUENCE = 512  # tokens of the text that see each other
+TOGETHER = 2  # sequences in one pass
+HEAD_ROWS = 64  # of the last rows, that look at the head in one go: it makes room for their logits
+DEFAULT_TOKENS = 16384
+FIXED_BYTES = 128 << 20  # what is there whatever the model
+SLICE_COPIES = 6  # of a slice as f32: rows as read and rotated, being compensated, errors, tiles
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def tokens_of(tokenizer: Tokenizer, text: str, tokens: int = DEFAULT_TOKENS) -> I32:
+    """The beginning of a text as sequences [S, 512] of at most `tokens` in all. UsageError if it is too short."""
+    if tokens < SEQUENCE:
+        raise UsageError(f"--calibrate-tokens {tokens}: one sequence takes {SEQUENCE}")
+    return cut(tokenizer, text, SEQUENCE, tokens // SEQUENCE).tokens
+
+
+def convert_calibrated(
+    source: Source,
+    target: str | os.PathLike[str],
+    recipe: Recipe,
+    text: str,
+    *,
+    tokens: int = DEFAULT_TOKENS,
+    aids: Aids = NO_AIDS,
+    allow_requantize: bool = False,
+    max_ram: int = DEFAULT_MAX_RAM,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    announce: Callable[[], None] | None = None,
+) -> list[str]:
+    """Writes the pack `target` as `convert` does, tensors whose choice says `gptq` calibrated on `text`.
+
+    Interrupted, it goes on at the first layer with an entry missing and ends with the same bytes, whatever `workers`
+    and `max_ram` are. Returns the tensors that were rounded plainly because `text` is too short for them. `progress`
+    counts bytes of the pack that GPTQ rounds. Raises SourceError, PackError, StorageError, UsageError.
+    """
+    check_target(Path(target))
+    if not allow_requantize:
+        check_requantised(source, recipe)
+    tokenizer = build_tokenizer(source.metadata)
+    sequences = tokens_of(Tokenizer.load(tokenizer), text, tokens)
+    seen = {"sequence": SEQUENCE, "tokens": sequences.size, "digest": xxhash.xxh3_128_hexdigest(sequences.tobytes())}
+    plan = plan_pack(source, recipe, aids=replace(aids, calibration=seen), tokenizer=tokenizer)
+    check_model(plan, source)
+    threads = workers or os.cpu_count() or 1
+    work = _Work.of(plan, recipe, sequences, max_ram, threads)
+    if announce:
+        announce()
+    with gptq.one_blas_thread(), ThreadPoolExecutor(threads) as pool, PackWriter.open(target, plan) as writer:
+        with contextlib.closing(_Run(source, work, writer, pool, aids, progress)) as run:
+            run.everything()
+        writer.finish()
+    return work.plain
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is to be done in which memory, known before anything is."""
+
+    plan: PackPlan
+    recipe: Recipe
+    sequences: I32  # [S, SEQUENCE]
+    names: frozenset[str]  # tensors that GPTQ rounds
+    plain: list[str]  # tensors that it should and cannot
+    hessians: int  # bytes of those that one pass sums up, if one alone is not more
+    threads: int
+    workers: int  # slices at a time
+
+    @classmethod
+    def of(cls, plan: PackPlan, recipe: Recipe, sequences: I32, max_ram: int, threads: int) -> _Work:
+        tensors = {t.name: t for t in plan.tensors}
+        asked = [t for t in plan.tensors if recipe.choose(t.name).gptq and t.name != EMBEDDING]
+        names = [t.name for t in asked if t.shape[1] <= sequences.size]
+        layers: dict[int, list[TensorPlan]] = {}
+        for t in plan.tensors:
+            layers.setdefault(t.layer, []).append(t)
+        layers.pop(-1)
+        weights = max(4 * sum(t.shape[0] * t.shape[1] for t in layer) for layer in layers.values())
+        row = max(4 * sum(sum(t.shape) for t in layer) for layer in layers.values())  # inputs and outputs
+        widest = max((tensors[n].shape[1] for n in names), default=0)
+        slices = [(tensors[n].shape[1], s) for n in names for s in plan.entries(n)]
+        largest = SLICE_COPIES * max((4 * K * (s.n1 - s.n0) for K, s in slices), default=0)
+
+        fixed = FIXED_BYTES + 2 * sum(map(len, plan.sections.values()))
+        fixed += 4 * sequences.size * tensors[EMBEDDING].shape[1]
+        passing = weights + TOGETHER * SEQUENCE * row
+        hessian = 4 * widest * widest
+        embedding = sum(s.nbytes for s in plan.entries(EMBEDDING))
+        least = fixed + max(hessian + max(passing, largest), embedding)
+        if max_ram < least:
+            raise UsageError(
+                f"--max-ram {max_ram >> 20} MiB is too little: GPTQ on {sequences.size} tokens of this model needs "
+                f"{(least >> 20) + 1} MiB"
+            )
+        return cls(
+            plan,
+            recipe,
+            sequences,
+            frozenset(names),
+            [t.name for t in asked if t.name not in names],
+            hessians=max_ram - fixed - passing,
+            threads=threads,
+            workers=max(1, min(threads, (max_ram - fixed - hessian) // max(largest, 1))),
+        )
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Rows that some tensors read, rotated in one way."""
+
+    names: tuple[str, ...]
+    K: int
+    mode: str  # of rotation
+
+
+class _Run:
+    """One conversion under way."""
+
+    def __init__(
+        self, source: Source, work: _Work, writer: PackWriter, pool: Executor, aids: Aids, progress: Progress | None
+    ):
+        self.source, self.work, self.writer, self.pool, self.aids = source, work, writer, pool, aids
+        self.progress = progress
+        self.missing = set(writer.missing())
+        self.entries = {name: [s.entry for s in work.plan.entries(name)] for name in work.names}
+        self.calibrated = {entry for entries in self.entries.values() for entry in entries}
+        self.total = sum(map(work.plan.nbytes, self.calibrated))
+        self.done = sum(map(work.plan.nbytes, self.calibrated - self.missing))
+        self.float = SourceLayers(source, work.threads)
+        self.part = _Part(work.plan, source, Path(writer.path))
+        self.rounded = Layers(self.part, Stream(self.part, self.float.device), self.float.device)
+
+    def to_do(self, name: str) -> list[int]:
+        """Entries of a tensor that are not in the pack yet."""
+        return [entry for entry in self.entries[name] if entry in self.missing]
+
+    def everything(self) -> None:
+        plainly = sorted(self.missing - self.calibrated)
+        self.each(lambda e: self.writer.write(e, make_blob(self.work.plan, self.source, e, self.aids)), plainly)
+        layers = [i for i in range(self.rounded.model.config.layers) if any(map(self.to_do, self.of_layer(i)))]
+        head = [name for name in self.work.names if name == HEAD and self.to_do(name)]
+        if not layers and not head:
+            return
+        states = self.begin()
+        for i in range(self.rounded.model.config.layers if head else layers[-1] + 1):
+            if i in layers:
+                self.round_layer(i, states)
+            with self.part.held(self.rounded):
+                self.writer.sync()
+                for at, state in enumerate(states):
+                    states[at] = self.rounded.model.layer(i, state)
+        if head:
+            self.round_head(states)
+
+    def of_layer(self, i: int) -> list[str]:
+        return [name for name in self.rounded.names(i) if name in self.work.names]
+
+    def begin(self) -> list[State]:
+        """The text's embedded rows, as the pack's own embedding gives them."""
+        groups = [self.work.sequences[at : at + TOGETHER] for at in range(0, len(self.work.sequences), TOGETHER)]
+        every = [self.rounded.rows(g, np.arange(g.size, dtype=np.int32)) for g in groups]
+        self.float.ops.cache = self.rounded.ops.cache
+        with self.part.held(self.rounded):
+            return [self.rounded.model.begin(rows) for rows in every]
+
+    def round_layer(self, i: int, states: Sequence[State]) -> None:
+        """GPTQ for the layer's tensors that are missing, from its inputs with the source's weights."""
+        calls = self.calls(i)
+        inputs = [part for call in calls for part in self.inputs_of(call) if any(map(self.to_do, part.names))]
+        feeding = [name for call in calls[:-1] for name in call]  # what comes last makes no input of this layer
+        for some in _within(inputs, self.work.hessians):
+            hessians = {part: gptq.Hessian(part.K) for part in some}
+            for name in feeding:
+                self.float.held.hold(name, self.float.piece(name))
+            with self.observed(hessians):
+                for state in states:
+                    self.float.model.layer(i, state)
+            self.float.drop(i)
+            self.round(hessians)
+
+    def round_head(self, states: Sequence[State]) -> None:
+        (part,) = self.inputs_of([HEAD])
+        hessians = {part: gptq.Hessian(part.K)}
+        with self.observed(hessians):
+            for state in states:
+                for wanted in np.array_split(state.rows.wanted, -(-len(state.rows.wanted) // HEAD_ROWS)):
+                    self.float.model.end(replace(state, rows=replace(state.rows, wanted=wanted)))
+        self.round(hessians)
+
+    def calls(self, i: int) -> list[list[str]]:
+        """The weights of each call of `Ops.linear` in a layer, in order: seen on one row that meets no weights."""
+        seen: list[list[str]] = []
+        self.float.ops.observer = lambda weights, x: seen.append([w.tensor.name for w in weights])
+        model, one = self.float.model, np.zeros(1, np.int32)
+        model.layer(i, model.begin(self.rounded.rows(one.reshape(1, 1), one)))
+        self.float.ops.observer = None
+        return seen
+
+    def inputs_of(self, call: Sequence[str]) -> list[_Input]:
+        """A call's inputs: one, unless its tensors are rotated in different ways."""
+        by_way: dict[tuple[int, str], list[str]] = {}
+        for name in call:
+            if name in self.work.names:
+                item = self.part.tensors[name]
+                by_way.setdefault((item.shape[1], self.work.recipe.choose(name).rotation), []).append(name)
+        return [_Input(tuple(names), K, mode) for (K, mode), names in by_way.items()]
+
+    @contextmanager
+    def observed(self, hessians: Mapping[_Input, gptq.Hessian]) -> Iterator[None]:
+        """Meanwhile the f32 model's inputs are summed up."""
+
+        def observe(weights: Sequence[Weight], x: Array) -> None:
+            names = {w.tensor.name for w in weights}
+            for part, hessian in hessians.items():
+                if names.issuperset(part.names):
+                    hessian.add(rotation.rotate_rows(x.numpy(), part.K, part.mode), self.pool)
+
+        self.float.ops.observer = observe
+        try:
+            yield
+        finally:
+            self.float.ops.observer = None
+
+    def round(self, hessians: dict[_Input, gptq.Hessian]) -> None:
+        """Uses the Hessians up, one after the other: factor, and all slices of the tensors that share it."""
+        while hessians:
+            part, hessian = hessians.popitem()
+            try:
+                made = gptq.factor(hessian, self.pool)
+            except FloatingPointError as error:
+                raise SourceError(f"{self.source.path}: {part.names[0]}: on this text {error}") from None
+            del hessian
+            entries = [entry for name in part.names for entry in self.to_do(name)]
+            self.each(partial(self.round_slice, made), entries)
+
+    def round_slice(self, made: gptq.Factor, entry: int) -> None:
+        item, n0, n1 = self.work.plan.item(entry)
+        assert isinstance(item, TensorPlan)
+        choice = self.work.recipe.choose(item.name)
+        N, K = item.shape
+        rows = rotation.rotate_rows(self.float.read(item.name, n0, min(n1, N)), K, choice.rotation)
+        importance = importance_of(item, choice, self.aids)
+        search = "mse" if choice.search == "importance" and importance is None else choice.search
+        q = gptq.gptq(item.codec, rows, made, item.group, search=search, importance=importance)
+        self.writer.write(entry, blob_of(self.work.plan.layout(entry), q))
+
+    def each(self, work: Callable[[int], None], entries: list[int]) -> None:
+        """Calls `work` on entries, in parallel. The first error, or an interrupt, ends it."""
+        for entry in in_parallel(self.work.workers, entries, work):
+            if entry in self.calibrated:
+                self.done += self.work.plan.nbytes(entry)
+            if self.progress:
+                self.progress(self.done, self.total)
+
+    def close(self) -> None:
+        self.part.close()
+
+
+class _Part(PlannedSource):
+    """The pack as far as it is written, as a source of slices; `held` bounds how long they stay in memory."""
+
+    def __init__(self, plan: PackPlan, source: Source, path: Path):
+        super().__init__(plan, source)
+        self.plan = plan
+        self._file = SliceFile(f"{path}.part", os.open(f"{path}.part", os.O_RDONLY | os.O_CLOEXEC))
+        self._blobs: list[Bytes] = []
+
+    def blob(self, name: str, index: int) -> Bytes:
+        info = self.plan.entries(name)[index]
+        memory = aligned(info.nbytes)
+        self._file.read_part(info.offset, memory[: info.nbytes])
+        self._blobs.append(memory)
+        return memory[: info.nbytes]
+
+    @contextmanager
+    def held(self, layers: Layers) -> Iterator[None]:
+        """What `layers` reads stays until the end."""
+        try:
+            yield
+        finally:
+            layers.stream.close()
+            self._blobs.clear()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _within(inputs: Sequence[_Input], room: int) -> Iterator[list[_Input]]:
+    """Runs of inputs whose Hessians fit in `room` bytes, at least one each."""
+    some: list[_Input] = []
+    for part in inputs:
+        if some and 4 * sum(p.K**2 for p in [*some, part]) > room:
+            yield some
+            some = []
+        some.append(part)
+    if some:
+        yield some
