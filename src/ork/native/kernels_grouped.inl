@@ -19,13 +19,27 @@ struct AlignedBytes {
 constexpr int8_t I4_LEVELS[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 static inline const int8_t* level_table(Codec c) { return c == Codec::nf4 ? NF4_LEVELS : I4_LEVELS; }
 
-// Where the tile of a column block (i8: of its first or second half) and of inputs from k on lies, k a multiple of 32.
-static inline const uint8_t* tile_4bit(const Slice& s, int64_t block, int64_t k) { return s.codes + k / s.ks * s.ks * s.n / 2 + block * 32 * s.ks + k % s.ks * 32; }
-static inline const uint8_t* tile_i8(const Slice& s, int64_t half, int64_t k) { return s.codes + k / s.ks * s.ks * s.n + half * 32 * s.ks + k % s.ks * 32; }
+// A walk along K through one column of tiles (32 bytes a K whatever the codec): those of a K slice follow each other.
+class Walk {
+  public:
+    Walk(const Slice& s, int64_t column)
+        : p_(s.codes + column * 32 * s.ks), ks_(s.ks), left_(s.ks), jump_((s.n / (s.codec == Codec::i8 ? GROUP_I8 : GROUP_I4) - 1) * 32 * s.ks) {}
+    int64_t run(int64_t most) const { return most < left_ ? most : left_; }   // inputs that lie together from here on
+    const uint8_t* take(int64_t inputs) {                                      // no more than that
+        const uint8_t* p = p_;
+        p_ += inputs * 32;
+        left_ -= inputs;
+        if (left_ == 0) { p_ += jump_; left_ = ks_; }
+        return p;
+    }
+
+  private:
+    const uint8_t* p_;
+    int64_t ks_, left_, jump_;
+};
 
 // Group scales of sixteen channels.
-static inline V16 group_scales(const Slice& s, int64_t block, int64_t group, int c) {
-    const int64_t groups = s.Kp / s.group;
+static inline V16 group_scales(const Slice& s, int64_t block, int64_t groups, int64_t group, int c) {
     if (s.codec == Codec::i8) return vload_half(s.group_scales + ((2 * block + c / 2) * groups + group) * 32 + c % 2 * 16);
     return vload_half(s.group_scales + (block * groups + group) * 64 + 16 * c);
 }
@@ -44,9 +58,14 @@ struct GroupedJob {
         : x(r), s(w), out(o), bias(b), sums(i), stride(t), group(r.group ? r.group : w.Kp), groups(w.Kp / group) {}
     float* row(int64_t m, int64_t block) const { return out.data + m * out.stride + s.n0 + 64 * block; }
     int32_t* sum(int64_t m, int64_t g, int64_t block) const { return sums + (m * groups + g) * stride + s.n0 + 64 * block; }
-    I16 start(int64_t m, int64_t g) const { return iset((int32_t)((uint32_t)-CORRECTION * (uint32_t)x.sums[m * groups + g])); }
 };
 
+// Sums begin at this where weights are u8 (see CORRECTION), from the row's code sum.
+static inline I16 starting_sum(int32_t code_sum) { return iset((int32_t)((uint32_t)-CORRECTION * (uint32_t)code_sum)); }
+
+static inline V16 scaled_sum(const GroupedJob& j, int64_t m, int64_t block, int c, I16 sum) {
+    return vmul(vfloat(sum), vmul(vset(j.x.scales[m]), vload(j.s.scales + 64 * block + 16 * c)));
+}
 static inline void add_bias(const GroupedJob& j, int64_t m, int64_t block, int c, V16 y) {
     if (j.bias) y = vadd(y, vload(j.bias + j.s.n0 + 64 * block + 16 * c));
     vstore(j.row(m, block) + 16 * c, y);
@@ -54,49 +73,47 @@ static inline void add_bias(const GroupedJob& j, int64_t m, int64_t block, int c
 
 // --- in place ---------------------------------------------------------------------------------------------------------------
 
-static inline void sums_in_place(const GroupedJob& j, int64_t m, const int8_t* a, Levels levels, int64_t block, int64_t g, I16 (&sums)[4]) {
-    const Slice& s = j.s;
-    const int64_t end = (g + 1) * j.group;
-    if (s.codec != Codec::i8) {
-        for (auto& v : sums) v = j.start(m, g);
-        for (int64_t k = g * j.group, n; k < end; k += n) {   // per K slice: a group of an i8 or per-channel tensor may lie in two
-            n = end - k < s.ks - k % s.ks ? end - k : s.ks - k % s.ks;
-            row_sums(tile_4bit(s, block, k), n / 32, a + k, levels, sums);
+// Sums of the next group of a row: `walk` holds the block's column of tiles, or int8's two.
+template <bool I8> static inline void sums_in_place(const GroupedJob& j, const int8_t* a, Levels levels, Walk (&walk)[2], I16 (&sums)[4]) {
+    if constexpr (!I8) {
+        for (int64_t k = 0, n; k < j.group; k += n) {
+            n = walk[0].run(j.group - k);
+            row_sums(walk[0].take(n), n / 32, a + k, levels, sums);
         }
-        return;
+    } else {
+        alignas(64) int32_t half[2][1][32] = {};
+        for (int64_t k = 0, n; k < j.group; k += n) {
+            n = walk[0].run(j.group - k);
+            for (int h = 0; h < 2; h++) tile_i8<1>(a + k, j.x.Kp, walk[h].take(n), n / 32, half[h], j.x.full_range);
+        }
+        for (int c = 0; c < 4; c++) sums[c] = iadd(sums[c], iload(half[c / 2][0] + c % 2 * 16));
     }
-    alignas(64) int32_t half[2][1][32] = {};
-    for (int64_t k = g * j.group, n; k < end; k += n) {
-        n = end - k < s.ks - k % s.ks ? end - k : s.ks - k % s.ks;
-        for (int h = 0; h < 2; h++) tile_i8<1>(a + k, j.x.Kp, tile_i8(s, 2 * block + h, k), n / 32, half[h], j.x.full_range);
-    }
-    for (int c = 0; c < 4; c++) sums[c] = iadd(j.start(m, g), iload(half[c / 2][0] + c % 2 * 16));
 }
 
-static void rows_in_place(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
+template <bool I8> static void rows_in_place(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
     const Rows& x = j.x;
-    const bool tiles_4bit = j.s.codec != Codec::i8;
-    const AlignedBytes split(tiles_4bit ? (m1 - m0) * x.Kp : 64);
-    const Levels levels = levels_of(level_table(j.s.codec));
-    if (tiles_4bit) split_row(x.codes + m0 * x.Kp, (m1 - m0) * x.Kp, (int8_t*)split.p);
+    const Slice& s = j.s;
+    const AlignedBytes split(I8 ? 64 : (m1 - m0) * x.Kp);
+    const Levels levels = levels_of(level_table(s.codec));
+    if (!I8) split_row(x.codes + m0 * x.Kp, (m1 - m0) * x.Kp, (int8_t*)split.p);
     for (int64_t b = b0; b < b1; b++)
         for (int64_t m = m0; m < m1; m++) {
-            const int8_t* a = tiles_4bit ? (const int8_t*)split.p + (m - m0) * x.Kp : x.codes + m * x.Kp;
+            const int8_t* a = I8 ? x.codes + m * x.Kp : (const int8_t*)split.p + (m - m0) * x.Kp;
+            Walk walk[2] = {{s, I8 ? 2 * b : b}, {s, I8 ? 2 * b + 1 : b}};
             V16 y[4] = {vzero(), vzero(), vzero(), vzero()};
-            I16 sums[4] = {iset(0), iset(0), iset(0), iset(0)};
+            I16 sums[4];
             for (int64_t g = 0; g < j.groups; g++) {
-                sums_in_place(j, m, a, levels, b, g, sums);
+                for (auto& v : sums) v = starting_sum(x.sums[m * j.groups + g]);
+                sums_in_place<I8>(j, a + g * j.group, levels, walk, sums);
                 if (j.sums) { for (int c = 0; c < 4; c++) istore(j.sum(m, g, b) + 16 * c, sums[c]); continue; }
                 if (!x.group) break;
                 const V16 scale = vset(x.scales[m * j.groups + g]);
-                if (j.s.group) for (int c = 0; c < 4; c++) y[c] = vfma(vfloat(sums[c]), vmul(scale, group_scales(j.s, b, g, c)), y[c]);
+                if (s.group) for (int c = 0; c < 4; c++) y[c] = vfma(vfloat(sums[c]), vmul(scale, group_scales(s, b, j.groups, g, c)), y[c]);
                 else for (int c = 0; c < 4; c++) y[c] = vfma(vfloat(sums[c]), scale, y[c]);
             }
             if (j.sums) continue;
-            for (int c = 0; c < 4; c++) {
-                const V16 channel = vload(j.s.scales + 64 * b + 16 * c);
-                add_bias(j, m, b, c, x.group ? vmul(channel, y[c]) : vmul(vfloat(sums[c]), vmul(vset(x.scales[m]), channel)));
-            }
+            for (int c = 0; c < 4; c++)
+                add_bias(j, m, b, c, x.group ? vmul(vload(s.scales + 64 * b + 16 * c), y[c]) : scaled_sum(j, m, b, c, sums[c]));
         }
 }
 
@@ -120,7 +137,7 @@ static inline __attribute__((always_inline)) void panel_step(I16 (&acc)[sizeof..
 
 // Sums of MR rows with PANEL_NC sixteens of channels over `steps` steps, from what `start` says; `end` takes them.
 template <int MR, class Start, class End, size_t... J, size_t... S>
-static inline void panel_sums(const uint8_t* w, const int8_t* a, int64_t lda, int64_t steps, Start&& start, End&& end, std::index_sequence<J...> all, std::index_sequence<S...>) {
+static inline __attribute__((always_inline)) void panel_sums(const uint8_t* w, const int8_t* a, int64_t lda, int64_t steps, Start&& start, End&& end, std::index_sequence<J...> all, std::index_sequence<S...>) {
     I16 acc[] = {start((int)(J % MR), (int)(J / MR))...};
     const uint8_t* last = w + 256 * steps;
     do {
@@ -138,57 +155,73 @@ static inline void panel_sums(const uint8_t* w, const int8_t* a, int64_t lda, in
     (end((int)(J % MR), (int)(J / MR), acc[J]), ...);
 }
 
-// One group, or the part of it that the panel holds, of rows m .. m + MR - 1.
-template <int MR> static inline void panel_group(const GroupedJob& j, const Panel& p, int64_t m, int64_t g, int64_t k, int64_t length) {
-    const uint8_t* w = p.codes + (k - p.k) / STEP_CODES * 256;
-    const float* scales = p.scales ? p.scales + (k - p.k) / j.group * 64 : nullptr;
-    const int8_t* a = j.x.codes + m * j.x.Kp + k;
-    const bool carried = k > g * j.group;   // the group began in an earlier panel
-    constexpr auto all = std::make_index_sequence<MR * PANEL_NC>();
-    constexpr auto steps = std::make_index_sequence<ACT_STEPS>();
-    for (int c0 = 0; c0 < 4; c0 += PANEL_NC) {
-        const int64_t n = length / STEP_CODES;
-        if (j.sums || !j.x.group) {   // the sums themselves; without groups they rest in the output until K ends
-            auto at = [&](int i, int c) { return (j.sums ? j.sum(m + i, g, p.block) : (int32_t*)j.row(m + i, p.block)) + 16 * (c0 + c); };
-            panel_sums<MR>(w + 64 * c0, a, j.x.Kp, n, [&](int i, int c) { return carried ? iload(at(i, c)) : j.start(m + i, g); },
-                           [&](int i, int c, I16 sum) { istore(at(i, c), sum); }, all, steps);
-        } else if (scales) {
-            panel_sums<MR>(w + 64 * c0, a, j.x.Kp, n, [&](int i, int) { return j.start(m + i, g); }, [&](int i, int c, I16 sum) {
-                float* y = j.row(m + i, p.block) + 16 * (c0 + c);
-                const V16 scale = vmul(vset(j.x.scales[(m + i) * j.groups + g]), vload(scales + 16 * (c0 + c)));
-                vstore(y, vfma(vfloat(sum), scale, g ? vload(y) : vzero()));
-            }, all, steps);
-        } else {
-            panel_sums<MR>(w + 64 * c0, a, j.x.Kp, n, [&](int i, int) { return j.start(m + i, g); }, [&](int i, int c, I16 sum) {
-                float* y = j.row(m + i, p.block) + 16 * (c0 + c);
-                vstore(y, vfma(vfloat(sum), vset(j.x.scales[(m + i) * j.groups + g]), g ? vload(y) : vzero()));
-            }, all, steps);
+// Rows m .. m + MR - 1 with a panel. What is carried from group to group lies in `y`, not in the output, whose rows may lie
+// a multiple of 4 KiB apart: loads would wait for stores that only look alike.
+template <int MR, bool SCALED> static inline void panel_groups(const GroupedJob& j, const Panel& p, int64_t m, float (*y)[64]) {
+    const int64_t groups = j.groups, group = j.group, lda = j.x.Kp, first = p.k / group, count = p.length / group, n = group / STEP_CODES;
+    const int8_t* a = j.x.codes + m * lda + p.k;
+    const int32_t* code_sums = j.x.sums + m * groups + first;
+    const float* row_scales = j.x.scales + m * groups + first;
+    for (int64_t g = 0; g < count; g++)
+        for (int c0 = 0; c0 < 4; c0 += PANEL_NC) {
+            asm volatile("" : : : "memory");   // or the compiler keeps y in registers that it then spills, beside y
+            I16 start[MR];
+            V16 scale[MR];
+            for (int i = 0; i < MR; i++) start[i] = starting_sum(code_sums[i * groups + g]);
+            const float* w = SCALED ? p.scales + 64 * g + 16 * c0 : nullptr;
+            panel_sums<MR>(p.codes + g * n * 256 + 64 * c0, a + g * group, lda, n, [&](int i, int) { return start[i]; }, [&](int i, int c, I16 sum) {
+                if (c == 0) scale[i] = vset(row_scales[i * groups + g]);
+                float* to = y[i] + 16 * (c0 + c);
+                vstore(to, vfma(vfloat(sum), SCALED ? vmul(scale[i], vload(w + 16 * c)) : scale[i], vload(to)));
+            }, std::make_index_sequence<MR * PANEL_NC>(), std::make_index_sequence<ACT_STEPS>());
         }
-    }
+}
+
+// The same where the integers are wanted, or rest in `sum(i, c)` from panel to panel because one group is all of K.
+template <int MR, class At> static inline void panel_integers(const GroupedJob& j, const Panel& p, int64_t m, int64_t g, int64_t k, int64_t length, At&& at) {
+    const bool carried = k > g * j.group;
+    for (int c0 = 0; c0 < 4; c0 += PANEL_NC)
+        panel_sums<MR>(p.codes + (k - p.k) / STEP_CODES * 256 + 64 * c0, j.x.codes + m * j.x.Kp + k, j.x.Kp, length / STEP_CODES,
+                       [&](int i, int c) { return carried ? iload(at(i) + 16 * (c0 + c)) : starting_sum(j.x.sums[(m + i) * j.groups + g]); },
+                       [&](int i, int c, I16 sum) { istore(at(i) + 16 * (c0 + c), sum); },
+                       std::make_index_sequence<MR * PANEL_NC>(), std::make_index_sequence<ACT_STEPS>());
 }
 
 template <int MR> static inline void panel_rows(const GroupedJob& j, const Panel& p, int64_t m) {
-    const int64_t step = j.group < p.length ? j.group : p.length;
-    for (int64_t k = p.k; k < p.k + p.length; k += step) panel_group<MR>(j, p, m, k / j.group, k, step);
-    if (j.sums || p.k + p.length < j.s.Kp) return;
-    for (int i = 0; i < MR; i++)
-        for (int c = 0; c < 4; c++) {
-            const V16 channel = vload(j.s.scales + 64 * p.block + 16 * c);
-            const float* y = j.row(m + i, p.block) + 16 * c;
-            add_bias(j, m + i, p.block, c, j.x.group ? vmul(channel, vload(y)) : vmul(vfloat(iload((const int32_t*)y)), vmul(vset(j.x.scales[m + i]), channel)));
-        }
+    const bool last = p.k + p.length == j.s.Kp;
+    if (j.sums) {
+        const int64_t step = j.group < p.length ? j.group : p.length;
+        for (int64_t k = p.k; k < p.k + p.length; k += step)
+            panel_integers<MR>(j, p, m, k / j.group, k, step, [&](int i) { return j.sum(m + i, k / j.group, p.block); });
+    } else if (!j.x.group) {
+        panel_integers<MR>(j, p, m, 0, p.k, p.length, [&](int i) { return (int32_t*)j.row(m + i, p.block); });
+        for (int i = 0; i < MR && last; i++)
+            for (int c = 0; c < 4; c++)
+                add_bias(j, m + i, p.block, c, scaled_sum(j, m + i, p.block, c, iload((const int32_t*)j.row(m + i, p.block) + 16 * c)));
+    } else {
+        alignas(64) float y[MR][64];
+        for (int i = 0; i < MR; i++)
+            for (int c = 0; c < 4; c++) vstore(y[i] + 16 * c, p.k ? vload(j.row(m + i, p.block) + 16 * c) : vzero());
+        if (p.scales) panel_groups<MR, true>(j, p, m, y);
+        else panel_groups<MR, false>(j, p, m, y);
+        for (int i = 0; i < MR; i++)
+            for (int c = 0; c < 4; c++) {
+                if (last) add_bias(j, m + i, p.block, c, vmul(vload(j.s.scales + 64 * p.block + 16 * c), vload(y[i] + 16 * c)));
+                else vstore(j.row(m + i, p.block) + 16 * c, vload(y[i] + 16 * c));
+            }
+    }
 }
 
-static void unpack(const GroupedJob& j, Levels levels, int64_t block, int64_t k, int64_t length, uint8_t* codes, float* scales) {
+static void unpack(const GroupedJob& j, Levels levels, Walk (&walk)[2], int64_t block, int64_t k, int64_t length, uint8_t* codes, float* scales) {
     const Slice& s = j.s;
     for (int64_t i = 0; i < length; i += 32) {
         uint8_t* to = codes + i / STEP_CODES * 256;
-        if (s.codec != Codec::i8) unpack_4bit(tile_4bit(s, block, k + i), levels, to);
-        else for (int h = 0; h < 2; h++) unpack_i8(tile_i8(s, 2 * block + h, k + i), to + 128 * h);
+        if (s.codec != Codec::i8) unpack_4bit(walk[0].take(32), levels, to);
+        else for (int h = 0; h < 2; h++) unpack_i8(walk[h].take(32), to + 128 * h);
     }
     if (scales)
         for (int64_t g = 0; g < length / s.group; g++)
-            for (int c = 0; c < 4; c++) vstore(scales + 64 * g + 16 * c, group_scales(s, block, k / s.group + g, c));
+            for (int c = 0; c < 4; c++) vstore(scales + 64 * g + 16 * c, group_scales(s, block, j.groups, k / s.group + g, c));
 }
 
 static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
@@ -197,10 +230,12 @@ static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t 
     const AlignedBytes memory(code_bytes + (j.s.group ? longest / j.s.group * 256 : 0));
     float* scales = j.s.group && !j.sums ? (float*)(memory.p + code_bytes) : nullptr;
     const Levels levels = levels_of(level_table(j.s.codec));
-    for (int64_t k = 0; k < K; k += longest) {
-        const int64_t length = longest < K - k ? longest : K - k;
-        for (int64_t b = b0; b < b1; b++) {
-            unpack(j, levels, b, k, length, memory.p, scales);
+    const bool i8 = j.s.codec == Codec::i8;
+    for (int64_t b = b0; b < b1; b++) {
+        Walk walk[2] = {{j.s, i8 ? 2 * b : b}, {j.s, i8 ? 2 * b + 1 : b}};
+        for (int64_t k = 0; k < K; k += longest) {
+            const int64_t length = longest < K - k ? longest : K - k;
+            unpack(j, levels, walk, b, k, length, memory.p, scales);
             const Panel p = {memory.p, scales, b, k, length};
             for_panels<PANEL_MR>(m0, m1, [&](auto rows, int64_t m) { panel_rows<decltype(rows)::value>(j, p, m); });
         }
@@ -208,8 +243,9 @@ static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t 
 }
 
 static void grouped(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
-    if (m1 - m0 <= ROWS_IN_PLACE) rows_in_place(j, m0, m1, b0, b1);
-    else rows_by_panels(j, m0, m1, b0, b1);
+    if (m1 - m0 > ROWS_IN_PLACE) rows_by_panels(j, m0, m1, b0, b1);
+    else if (j.s.codec == Codec::i8) rows_in_place<true>(j, m0, m1, b0, b1);
+    else rows_in_place<false>(j, m0, m1, b0, b1);
 }
 
 static void linear_grouped(const Rows& x, int64_t m0, int64_t m1, const Slice& s, int64_t b0, int64_t b1, const Mat& out, const float* bias) {
