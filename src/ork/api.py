@@ -16,7 +16,7 @@ from ork import models
 from ork.build.cache import cached_pack
 from ork.build.convert import DEFAULT_MAX_RAM
 from ork.build.running import RunningPack
-from ork.devices.choose import open_device
+from ork.devices.choose import check_w4a4, open_device, placement_reason
 from ork.engine.draft import DraftModel, relative_cost
 from ork.engine.ngram import PromptLookup
 from ork.engine.sampling import SamplingParams
@@ -56,13 +56,22 @@ class LoadedModel:
         prefetch: bool = True,
         preload: bool = False,
         domains: int | None = None,
+        w4a4: bool = False,
+        unproven: bool = False,
     ):
         self.pack = pack
         self._window, self._prefetch = window, prefetch
-        self.device, self.device_reason = open_device(device, threads=threads, min_rows=min_rows, board=board)
+        self.device, self.device_reason = open_device(
+            device, threads=threads, min_rows=min_rows, board=board, w4a4=w4a4, unproven=unproven
+        )
         self.ready: Ready | None = None  # what was brought in before the first op, and how long it took
         try:
             self._build(context, kv, sequences)
+            slices = [t.slices[0] for t in self.stream.tensors]
+            if w4a4:
+                check_w4a4(slices)
+            if left := placement_reason(self.device, slices):
+                self.device_reason += f"; {left}"
             self.placement = self._place(domains)
             if preload or (self.placement is not None and len(self.placement.bytes) > 1):
                 self.reside()
@@ -266,6 +275,7 @@ def load(
     prefetch: bool = True,
     preload: bool = False,
     domains: int | None = None,
+    w4a4: bool = False,
     draft: str | os.PathLike[str] | None = None,
     draft_max: int | None = None,
     max_ram: int = DEFAULT_MAX_RAM,
@@ -278,6 +288,7 @@ def load(
     the NPU's 4 GiB domains (default: as few as hold it).
     `draft` is a small model of the same vocabulary, or "ngram" for prompt look-up: up to `draft_max` of its tokens are
     checked in one pass, and the text stays the same.
+    `w4a4` quantises the rows that meet i4 weights to four bits, as the NPU's int4 products want them.
     `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
     """
     pack = cached_pack(Path(path), codec=codec, rotate=rotate, max_ram=max_ram, progress=progress)
@@ -293,6 +304,7 @@ def load(
         prefetch=prefetch,
         preload=preload,
         domains=domains,
+        w4a4=w4a4,
     )
     if draft is not None:
         try:

@@ -64,6 +64,8 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--trace", type=Path, metavar="FILE", help="what ran when, for chrome://tracing or Perfetto")
     add_device(sub)
     add_window(sub)
+    sub.add_argument("--w4a4", action="store_true", help="4-bit rows for i4 weights: the NPU's int4 products")
+    sub.add_argument("--unproven", action="store_true", help="with --w4a4: K slices whose int16 sums might overflow")
     sub.add_argument("--preload", action="store_true", help="bring in what stays first, and say how long that took")
     add_fault(sub)
 
@@ -79,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     check_most(args.draft_max)
     check_threads(args.threads)
     window_options(args)
+    if args.w4a4 and not args.json:
+        say("W4A4: the chip multiplies int4 by int4 alone, so rows lose four bits too; without --w4a4 they keep eight")
     sampling = {
         "temperature": args.temp,
         "top_k": args.top_k,
@@ -140,6 +144,8 @@ def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[Lo
             min_rows=args.min_rows,
             board=board,
             preload=args.preload,
+            w4a4=args.w4a4,
+            unproven=args.unproven,
             **window_options(args),
         ) as model:
             if not args.json:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ork.devices.base import Device
+from ork import tiles
+from ork.devices.base import Device, SliceSpec
 from ork.devices.cpu import CpuDevice
 from ork.errors import NpuError, UsageError
 
@@ -16,13 +18,21 @@ DEVICES = ("auto", "cpu", "emu", "rk3588", "hybrid")
 
 
 def open_device(
-    name: str, *, threads: int | None = None, min_rows: int | None = None, board: Kernel | None = None
+    name: str,
+    *,
+    threads: int | None = None,
+    min_rows: int | None = None,
+    board: Kernel | None = None,
+    w4a4: bool = False,
+    unproven: bool = False,
 ) -> tuple[Device, str]:
     """The device called `name`, and why it is that one. `board`: for emu, the emulated board to use.
 
     auto: `hybrid` on a board, else `cpu`. cpu: the host. emu: every int8 product on the emulated chip. rk3588: every
     int8 product on the chip. hybrid: ops with at least `min_rows` rows (default 32) on the chip, or on the emulator
-    where there is no chip, the rest on the CPU. Raises UsageError, or NpuError for a chip that cannot be used.
+    where there is no chip, the rest on the CPU; tensors whose scales go by group on the CPU too. `w4a4`: i4 weights meet
+    rows of four bits, on the NPU as int4 products, in K slices that int16 holds whatever comes, or, `unproven`, in the
+    pack's own. Raises UsageError, or NpuError for a chip that cannot be used.
     """
     if name not in DEVICES:
         raise UsageError(f"--device {name}: known are {', '.join(DEVICES)}")
@@ -30,20 +40,24 @@ def open_device(
         raise UsageError("faults are made on the emulated board: they go with --device emu")
     if min_rows is not None and name not in ("auto", "hybrid"):
         raise UsageError("--min-rows divides work between NPU and CPU: it goes with --device hybrid")
-    cpu = CpuDevice(threads)
+    if unproven and not w4a4:
+        raise UsageError("--unproven lengthens the K slices of int4 products: it goes with --w4a4")
+    cpu = CpuDevice(threads, w4a4=w4a4)
     if name == "cpu":
         return cpu, "asked for"
     # imported here: who runs on the CPU does not pay for the NPU's modules
     from ork.devices.npu import MIN_ROWS, NpuDevice
     from ork.npu.driver import Npu
     from ork.npu.kernel import LinuxKernel
+    from ork.npu.plan import INT4_SAFE_K
 
     least = MIN_ROWS if min_rows is None else min_rows
     if least < 1:
         raise UsageError(f"--min-rows {least}: give a number of rows, 1 or more")
+    int4_k = (tiles.KS_MAX if unproven else INT4_SAFE_K) if w4a4 else 0
     if name == "emu":
         npu = _emulated() if board is None else Npu.open(board)
-        return NpuDevice(npu, cpu, name="emu"), "asked for: the chip in software"
+        return NpuDevice(npu, cpu, name="emu", int4_k=int4_k), "asked for: the chip in software"
     try:
         npu = Npu.open(LinuxKernel())
     except NpuError as error:
@@ -51,11 +65,42 @@ def open_device(
             raise
         if name == "auto":
             return cpu, f"auto: {error}"
-        return NpuDevice(_emulated(), cpu, name="hybrid", min_rows=least), "asked for; emulated, as there is no chip"
+        return _hybrid(_emulated(), cpu, least, int4_k), "asked for; emulated, as there is no chip"
     if name == "rk3588":
-        return NpuDevice(npu, cpu, name="rk3588"), "asked for"
+        return NpuDevice(npu, cpu, name="rk3588", int4_k=int4_k), "asked for"
     why = "asked for" if name == "hybrid" else f"auto: an RK3588 at {npu.path}"
-    return NpuDevice(npu, cpu, name="hybrid", min_rows=least), f"{why}; ops with {least} rows and more on the chip"
+    return _hybrid(npu, cpu, least, int4_k), f"{why}; ops with {least} rows and more on the chip"
+
+
+def placement_reason(device: Device, specs: Iterable[SliceSpec]) -> str:
+    """Which of a model's tensors a device with an NPU leaves to the CPU, and why; "" if none."""
+    if device.name == "cpu":
+        return ""
+    first = {s.tensor: s for s in specs}.values()
+    floats = sum(not tiles.CODECS[s.codec].scaled for s in first)
+    grouped = sum(tiles.CODECS[s.codec].scaled and not device.copies(s) for s in first)
+    said = [f"{floats} float tensors on the CPU: the order of the chip's fp16 sums is unknown"] if floats else []
+    if grouped:
+        said.append(f"{grouped} tensors with scales by group on the CPU: a program a group costs 13 to 283 times one")
+    return "; ".join(said)
+
+
+def check_w4a4(specs: Iterable[SliceSpec]) -> None:
+    """Raises UsageError unless a model's 4-bit tensors, of which there must be some, are those that int4 multiplies."""
+    codecs = {s.tensor: s.codec for s in specs}
+    if odd := [name for name, codec in codecs.items() if codec == "nf4"]:
+        raise UsageError(
+            f"--w4a4: {odd[0]} is nf4, whose codes are places in a table, not the integers that int4 products take: "
+            "convert with i4, or leave --w4a4 away and they are multiplied as int8"
+        )
+    if "i4" not in codecs.values():
+        raise UsageError("--w4a4: no weight of this model is i4: convert it with `ork convert --codec i4`")
+
+
+def _hybrid(npu: Npu, cpu: CpuDevice, least: int, int4_k: int) -> Device:
+    from ork.devices.npu import NpuDevice
+
+    return NpuDevice(npu, cpu, name="hybrid", min_rows=least, grouped=False, int4_k=int4_k)
 
 
 def _emulated() -> Npu:

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ GATHER = 64  # columns that an embedding look-up reads together
 GATHERED = 64  # such pieces that are kept: frequent tokens
 
 Piece = tuple[native.Slice, npt.NDArray[np.uint8]]
+Ranges = tuple[int, list[tuple[int, int, int]]]  # bytes in all; start in the blob, start in the piece, bytes of each
 
 
 class Window:
@@ -171,23 +173,23 @@ class Window:
         self.reside()
         width = tensor.slices[0].n1 - tensor.slices[0].n0
         found: dict[int, native.Slice] = {}
-        wanted: list[tuple[int, int]] = []
+        wanted: list[tuple[int, int, Ranges]] = []
         for column in sorted({int(c) // GATHER * GATHER for c in columns if 0 <= c < tensor.N}):
             index = column // width
             handle = self._pinned.get((tensor.name, index))
             if handle is not None:
                 found[-1 - index] = self.device.host(handle)
             else:
-                wanted.append((index, column))
-        for index, column in wanted:  # the disk sees all of them before the first is waited for
+                wanted.append((index, column, _ranges(tensor.slices[index], column)))
+        for index, column, (_, ranges) in wanted:  # the disk sees all of them before the first is waited for
             if (tensor.name, column) not in self._pieces:
-                for start, _, nbytes in _ranges(tensor.slices[index], column)[1]:
+                for start, _, nbytes in ranges:
                     self.source.expect(tensor.name, index, start, nbytes)
         # the memory too: the cache of pieces may let go of it meanwhile
-        pieces = [self._piece(tensor, index, column) for index, column in wanted]
+        pieces = [self._piece(tensor, *piece) for piece in wanted]
         yield [*found.values(), *(piece for piece, _ in pieces)]
 
-    def _piece(self, tensor: TensorSpec, index: int, column: int) -> Piece:
+    def _piece(self, tensor: TensorSpec, index: int, column: int, place: Ranges) -> Piece:
         """Columns [column, column + 64) of a slice that is not pinned, read from the file alone."""
         key = (tensor.name, column)
         held = self._pieces.get(key)
@@ -195,7 +197,7 @@ class Window:
             self._pieces.move_to_end(key)
             return held
         s = tensor.slices[index]
-        nbytes, ranges = _ranges(s, column)
+        nbytes, ranges = place
         room = np.empty(nbytes + 63, np.uint8)
         memory = room[-room.ctypes.data % 64 :][:nbytes]
         for start, to, count in ranges:
@@ -226,15 +228,23 @@ class Window:
         self._ready = None
 
 
-def _ranges(s: SliceSpec, column: int) -> tuple[int, list[tuple[int, int, int]]]:
+def _ranges(s: SliceSpec, column: int) -> Ranges:
     """Bytes of a slice of columns [column, column + 64) alone, and where they lie in the slice that holds them: (start
     in its blob, start in the piece, bytes)."""
-    n = tiles.pad_n(s.n1 - s.n0)
-    layout, piece = (tiles.slice_layout(s.codec, s.K, m, s.group) for m in (n, GATHER))
-    run = GATHER * layout.codes.nbytes // n * s.ks // s.Kp if s.codec != "f32" else piece.codes.nbytes
-    per_slice = layout.codes.nbytes * s.ks // s.Kp if s.codec != "f32" else layout.codes.nbytes
-    first = layout.codes.offset + (column - s.n0) // GATHER * run
-    ranges = [(first + k * per_slice, k * run, run) for k in range(piece.codes.nbytes // run)]  # one a K slice
+    nbytes, parts = _pieces_of(s.codec, s.K, s.Kp, s.ks, tiles.pad_n(s.n1 - s.n0), s.group)
+    at = (column - s.n0) // GATHER
+    return nbytes, [(start + at * count, to, count) for start, to, count in parts]
+
+
+@lru_cache(maxsize=64)
+def _pieces_of(codec: str, K: int, Kp: int, ks: int, n: int, group: int) -> Ranges:
+    """The same for the first piece of a slice of `n` columns; the next ones follow at once."""
+    layout, piece = (tiles.slice_layout(codec, K, m, group) for m in (n, GATHER))
+    slices = 1 if codec == "f32" else Kp // ks  # of K, each with a run of a piece's columns
+    step, run = layout.codes.nbytes // slices, piece.codes.nbytes // slices
+    parts = [(layout.codes.offset + k * step, k * run, run) for k in range(slices)]
     if layout.channel.nbytes:
-        ranges.append((layout.channel.offset + 4 * (column - s.n0), piece.channel.offset, 4 * GATHER))
-    return piece.nbytes, ranges
+        parts.append((layout.channel.offset, piece.channel.offset, 4 * GATHER))
+    if group:
+        parts.append((layout.groups.offset, piece.groups.offset, 2 * (Kp // group) * GATHER))
+    return piece.nbytes, parts
