@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ork import models, native, tiles
 from ork.build.check import PlannedSource, check_model
 from ork.build.convert import plan_pack
-from ork.devices.base import SliceSpec
+from ork.devices.base import Device, SliceSpec
 from ork.devices.cpu import CpuDevice
 from ork.engine.kvcache import BLOCK, KvPool
 from ork.engine.kvcache import Sequence as Place
@@ -129,7 +129,7 @@ class Held:
         self.stats = StreamStats(reason="one layer at a time")
         self.tensors: list[TensorSpec] = []
         self.look_up = read  # where embedding rows come from
-        self._device = device
+        self.device: Device = device
         self._held: dict[str, Piece] = {}
 
     def hold(self, name: str, piece: Piece) -> None:
@@ -163,7 +163,7 @@ class Held:
         pieces = []
         for at in starts:
             rows = self.look_up(tensor.name, at, min(at + width, tensor.N))
-            pieces.append(Piece(self._device, tensor.name, rows.shape, lambda a, b, rows=rows: rows[a:b], n0=at))
+            pieces.append(_looked_up(self.device, tensor.name, rows, at))
         yield [s for piece in pieces for s in piece.slices]
 
     def staying(self) -> tuple[list[tuple[str, int]], int]:
@@ -179,6 +179,10 @@ class Held:
         self._held.clear()
 
 
+def _looked_up(device: Device, name: str, rows: F32, n0: int) -> Piece:
+    return Piece(device, name, (len(rows), rows.shape[1]), lambda a, b: rows[a:b], n0=n0)
+
+
 class Piece:
     """A weight's rows as slices in memory of their own, f32 or f16; `n0` is the column number of the first row.
 
@@ -187,7 +191,7 @@ class Piece:
 
     def __init__(
         self,
-        device: CpuDevice,
+        device: Device,
         name: str,
         shape: tuple[int, int],
         rows: Callable[[int, int], F32],
@@ -211,7 +215,7 @@ class Piece:
                 codes = padded
             blob = self.memory[starts[i] : starts[i + 1]]
             tiles.pack_codes(codec, codes, 0, blob)
-            return device.place(SliceSpec(name, codec, K, Kp, layout.ks, n0 + a, n0 + b), blob)
+            return device.host_slice(SliceSpec(name, codec, K, Kp, layout.ks, n0 + a, n0 + b), blob)
 
         if len(columns) == 1:
             self.slices = [make(0)]

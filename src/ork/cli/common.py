@@ -109,6 +109,20 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def step_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback (done, total) in steps that draws a bar with ETA on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(label, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+@contextmanager
 def transfer_progress() -> Iterator[Callable[[str, int, int], None]]:
     """A callback (label, done, total) in bytes, one bar a label."""
     if not sys.stderr.isatty():

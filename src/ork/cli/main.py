@@ -17,6 +17,7 @@ from ork.errors import OrkError, UsageError
 COMMANDS = {
     "run": "generate text or chat with a model",
     "convert": "make a .orkpack from a GGUF file or a Hugging Face folder",
+    "imatrix": "measure how much each input of each weight matters on a text",
     "pull": "fetch a model by name, from a hub, or check a path",
     "bench": "measure prefill and decode speed",
     "inspect": "show what a pack holds",

@@ -1,0 +1,80 @@
+"""How much each input of each weight matters: the mean square of what a text puts there (llama.cpp's "imatrix").
+
+The calibration text that comes with ork is the beginning of "Botchan" by Natsume Soseki in Yasotaro Morri's
+translation of 1918, from Project Gutenberg (public domain in the USA), without chapter headings and line breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ork.build.layerwise import I32, Layers
+from ork.ops import Array, Weight
+from ork.quant.imatrix import Imatrix
+
+CALIBRATION: Final = Path(__file__).with_name("calibration.txt")
+HEAD_ROWS: Final = 64  # of a chunk that reach the head
+STATE_BYTES: Final = 512 << 20  # hidden rows between two layers; a longer text goes through the layers in turns
+
+Progress = Callable[[int, int], None]  # (chunks x layers done, in all)
+
+
+def calibration_text() -> str:
+    return CALIBRATION.read_text(encoding="utf-8")
+
+
+class Sums:
+    """Sums of squares of what weights read; an observer of `Ops.linear`."""
+
+    def __init__(self) -> None:
+        self.squares: dict[str, npt.NDArray[np.float64]] = {}
+        self.rows: dict[str, int] = {}
+
+    def __call__(self, weights: Sequence[Weight], x: Array) -> None:
+        """Adds rows x [M, K] that all of `weights` read."""
+        squares = np.square(x.numpy(), dtype=np.float64).sum(axis=0)
+        for name in [w.tensor.name for w in weights]:
+            self.squares[name] = self.squares.get(name, 0.0) + squares
+            self.rows[name] = self.rows.get(name, 0) + x.rows
+
+
+def collect(layers: Layers, tokens: I32, *, dataset: str = "", progress: Progress | None = None) -> Imatrix:
+    """The importance of every input over chunks `tokens` [C, T], each a sequence of its own.
+
+    All rows go through the layers, HEAD_ROWS of each chunk, spread evenly, to the head, whose products nobody needs.
+    """
+    model, ops = layers.model, layers.ops
+    count, length = tokens.shape
+    depth = model.config.layers
+    sums = Sums()
+    wanted = np.unique(np.linspace(0, length - 1, min(HEAD_ROWS, length)).astype(np.int32))
+    turn = max(1, STATE_BYTES // (4 * length * model.config.width))
+    done = 0
+    for start in range(0, count, turn):
+        states = [model.begin(layers.rows(chunk[None], wanted)) for chunk in tokens[start : start + turn]]
+        for i in range(depth):
+            layers.hold(i)
+            ops.observer = sums
+            for j, state in enumerate(states):
+                states[j] = model.layer(i, state)
+                done += 1
+                if progress:
+                    progress(done, count * depth)
+            ops.observer = None
+            layers.drop(i)
+        ops.observer = sums
+        for state in states:
+            model.end(state)
+        ops.observer = None
+    return Imatrix(
+        {name: s.astype(np.float32).reshape(1, -1) for name, s in sums.squares.items()},
+        {name: np.array([n], np.float32) for name, n in sums.rows.items()},
+        (dataset,) if dataset else (),
+        count,
+        length,
+    )

@@ -1,0 +1,104 @@
+"""The text that a subcommand calibrates with, and recipes that are found by measuring."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ork.cli.common import parse_size, say, size_text, step_bar
+from ork.cli.measuring import read_text
+from ork.cli.recipes import recipe_of
+from ork.errors import UsageError
+
+if TYPE_CHECKING:
+    from ork.build.allocate import Allocation
+    from ork.quant.recipe import Recipe
+    from ork.sources.base import Source
+
+MEASURED = ("mixed", "small")
+SMALL_BPW = 4.5
+BPW = (4.25, 8.5)
+DEFAULT_ROTATION = "mix"
+
+
+def add_allocation(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--target-bpw", type=float, metavar="X", help=f"codecs by measurement, X bits a weight ({BPW[0]} to {BPW[1]})"
+    )
+    sub.add_argument(
+        "--promote-budget", type=float, metavar="MB", help="int8 for the tensors of a 4-bit recipe that need it most"
+    )
+
+
+def calibration(file: Path | None) -> tuple[str, str]:
+    """The text to calibrate with, and its name. Raises UsageError if the file cannot be read."""
+    from ork.build.importance import calibration_text
+
+    if file is not None:
+        return read_text(file), file.name
+    say("calibrating on the text that comes with ork (from Botchan, by Natsume Soseki)")
+    return calibration_text(), "botchan"
+
+
+def measured(args: argparse.Namespace) -> bool:
+    """Whether the recipe is to be found by measuring. Raises UsageError for options that do not go together."""
+    named = args.recipe in MEASURED
+    if args.target_bpw is not None:
+        if not BPW[0] <= args.target_bpw <= BPW[1]:
+            raise UsageError(f"--target-bpw {args.target_bpw:g}: give a number from {BPW[0]} to {BPW[1]}")
+        if args.codec or args.recipe not in (None, "mixed"):
+            raise UsageError("--target-bpw chooses the codecs: it goes with no other recipe")
+    if args.promote_budget is not None:
+        if not 0 < args.promote_budget < 1 << 20:
+            raise UsageError(f"--promote-budget {args.promote_budget:g}: give megabytes, more than 0")
+        if named or args.target_bpw is not None:
+            raise UsageError("--promote-budget is on top of a 4-bit recipe: mixed and small have a budget of their own")
+        return True
+    by_budget = named or args.target_bpw is not None
+    if by_budget and (args.group or args.act_group or args.tiers_from):
+        raise UsageError("--group, --act-group and --tiers-from do not go with a recipe that is found by measuring")
+    return by_budget
+
+
+def measured_recipe(args: argparse.Namespace, source: Source) -> Recipe:
+    """The recipe for the budget that the options name, and a line about it."""
+    from ork.build.convert import check_requantised
+    from ork.build.sensitivity import calibration_tokens, measure
+    from ork.quant.recipe import builtin, tensor_type
+    from ork.text.tokenizer import Tokenizer, build_tokenizer
+
+    base = recipe_of(args, source) if args.promote_budget is not None else builtin("nf4", group=64)
+    if not args.allow_requantize:
+        check_requantised(source, base)
+    rules = [tensor_type(text) for text in args.tensor_type]
+    text, name = calibration(args.calibrate)
+    tokens = calibration_tokens(Tokenizer.load(build_tokenizer(source.metadata)), text)
+    mode = "none" if args.no_rotate else args.rotation or DEFAULT_ROTATION
+    with step_bar("measuring") as progress:
+        found = measure(
+            source, tokens, mode=mode, threads=args.threads, max_ram=parse_size(args.max_ram), progress=progress
+        )
+    if args.promote_budget is not None:
+        allocation = found.promote(base, int(args.promote_budget * 1e6))
+    elif args.target_bpw is not None:
+        allocation = found.allocate(found.bytes_at(args.target_bpw), f"mixed-{args.target_bpw:g}bpw")
+    elif args.recipe == "small":
+        allocation = found.allocate(found.bytes_at(SMALL_BPW), "small")
+    else:
+        allocation = found.allocate(found.q4_k_m_bytes(), "mixed")
+    say(f"measured {found.tokens} tokens of {name}: {allocation_text(allocation)}")
+    recipe = allocation.recipe()
+    return recipe if args.promote_budget is not None else recipe.but(rules)
+
+
+def allocation_text(allocation: Allocation) -> str:
+    """What a budget was spent on."""
+    count: dict[str, int] = {}
+    for option in allocation.chosen:
+        count[option.codec] = count.get(option.codec, 0) + 1
+    tensors = ", ".join(f"{n} {codec}" for codec, n in sorted(count.items(), key=lambda item: -item[1]))
+    return (
+        f"{tensors}; weights of {size_text(allocation.nbytes)} ({allocation.bpw:.2f} bits each), "
+        f"expected KL divergence {allocation.kl:.3g}"
+    )
