@@ -5,22 +5,51 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
+from ork.cli.calibration import add_allocation, measured, measured_recipe
 from ork.cli.common import add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
-from ork.cli.measuring import evaluate_pack, text_to_evaluate
+from ork.cli.measuring import evaluate_pack, read_text, text_to_evaluate
 from ork.cli.recipes import add_recipe, recipe_of
+from ork.errors import UsageError
+
+if TYPE_CHECKING:
+    from ork.build.convert import Aids, Progress
+    from ork.quant.recipe import Recipe
+    from ork.sources.base import Source
+
+
+class _Options(TypedDict):
+    """What both ways to convert take."""
+
+    aids: Aids
+    allow_requantize: bool
+    max_ram: int
+    workers: int | None
+    progress: Progress
 
 
 def add(sub: argparse.ArgumentParser) -> None:
     add_model(sub)
     sub.add_argument("-o", "--output", type=Path, metavar="FILE", help="the pack (default: beside the model)")
     add_recipe(sub)
+    add_allocation(sub)
     sub.add_argument(
         "--imatrix", type=Path, metavar="FILE", help="importance of inputs, to weigh errors by (ork imatrix)"
     )
     sub.add_argument(
         "--allow-requantize", action="store_true", help="4 bits from a source that has about 4 bits already, at a loss"
+    )
+    sub.add_argument(
+        "--gptq", action="store_true", help="round each column to make up for the errors of those before it, on a text"
+    )
+    sub.add_argument(
+        "--calibrate", type=Path, metavar="TEXT", help="the text for that (default: the one that comes with ork)"
+    )
+    sub.add_argument(
+        "--calibrate-tokens", type=int, metavar="N", help="tokens of it to look at (default: 16384; more: slower)"
     )
     sub.add_argument(
         "--evaluate", type=Path, metavar="TEXT", help="then measure what it cost on this text, and note it in the pack"
@@ -46,21 +75,48 @@ def run(args: argparse.Namespace) -> int:
     text = text_to_evaluate(args, path)
     aids = Aids(read_imatrix(args.imatrix) if args.imatrix else None)
     start = time.perf_counter()
-    with contextlib.closing(open_source(path)) as source, progress_bar(target.name) as progress:
-        recipe = recipe_of(args, source)
-        convert(
-            source,
-            target,
-            recipe.with_importance() if aids.importance else recipe,
+    by_measuring = measured(args)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(contextlib.closing(open_source(path)))
+        recipe = measured_recipe(args, source) if by_measuring else recipe_of(args, source)
+        progress = stack.enter_context(progress_bar(target.name))
+        if args.gptq:
+            recipe = recipe.with_gptq()
+        if aids.importance:
+            recipe = recipe.with_importance()
+        options = _Options(
             aids=aids,
             allow_requantize=args.allow_requantize,
             max_ram=parse_size(args.max_ram),
             workers=args.threads,
             progress=progress,
         )
+        if recipe.calibrated:
+            plain = _calibrated(args, source, target, recipe, options)
+        elif args.gptq:
+            raise UsageError(f"recipe {recipe.name} rounds nothing, so that --gptq has nothing to make up for")
+        elif args.calibrate_tokens is not None or (args.calibrate and not by_measuring):
+            raise UsageError(f"recipe {recipe.name} looks at no text: --calibrate goes with --gptq")
+        else:
+            convert(source, target, recipe, **options)
+            plain = []
     seconds = time.perf_counter() - start
     size = target.stat().st_size
     say(f"{target}: {size_text(size)} in {seconds:.1f} s ({size_text(size / seconds)}/s), recipe {recipe.name}")
+    if plain:
+        say(f"{plain[0]}{f' and {len(plain) - 1} more' if plain[1:] else ''}: more inputs than the text has tokens, so "
+            "rounded without GPTQ; give a longer text, or more of it (--calibrate-tokens)")  # fmt: skip
     if text is not None:
         evaluate_pack(args, path, target, text)
     return 0
+
+
+def _calibrated(args: argparse.Namespace, source: Source, target: Path, recipe: Recipe, options: _Options) -> list[str]:
+    """Converts with GPTQ; the tensors that the text was too short for."""
+    from ork.build.calibrate import DEFAULT_TOKENS, convert_calibrated
+    from ork.build.importance import calibration_text
+
+    text = read_text(args.calibrate) if args.calibrate else calibration_text()
+    told = f"GPTQ on {args.calibrate or 'the text that comes with ork; --calibrate takes one nearer to your use'}"
+    tokens = DEFAULT_TOKENS if args.calibrate_tokens is None else args.calibrate_tokens
+    return convert_calibrated(source, target, recipe, text, tokens=tokens, announce=partial(say, told), **options)

@@ -134,6 +134,11 @@ class Recipe:
         """Every search for the least squared error weighs it by importance instead."""
         return self._map(lambda c: replace(c, search="importance") if c.search == "mse" else c)
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether a tensor may be rounded by GPTQ, which looks at a text."""
+        return self.default.gptq or any(choice.gptq for _, choice in self.rules)
+
     def with_gptq(self) -> Recipe:
         """Every codec that rounds makes up for its errors."""
         return self._map(lambda choice: replace(choice, gptq=True) if CODECS[choice.codec].scaled else choice)
