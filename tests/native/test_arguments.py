@@ -118,6 +118,17 @@ def test_row_operations_take_what_fits(data: st.DataObject) -> None:
     block = n > 0 and n & (n - 1) == 0 and b % n == 0
     expect(c >= 1 and d == b and block, lambda: native.quantise(x, y, n))
     expect(c >= 1 and d == b and block, lambda: native.rotate(np.ones((a, b), np.float32), y, n, flag))
+    mix = array(data.draw(st.sampled_from([1, 1, 2])), data.draw(st.sampled_from([0, 1, 4, 9, 16])))
+    mixes = c >= 1 and d == b and block and mix.rows == 1 and mix.cols == (b // max(n, 1)) ** 2
+    expect(mixes, lambda: native.quantise(x, y, n, 0, mix))
+    expect(mixes, lambda: native.rotate(np.ones((a, b), np.float32), y, n, flag, mix))
+    refuses(lambda: native.quantise(x, None, 0, 0, mix))
+    group, limit = (
+        data.draw(st.sampled_from([-32, 16, 32, 64, 96])),
+        data.draw(st.sampled_from([-1, 0, 1, 7, 127, 128])),
+    )
+    divides = group > 0 and group % 32 == 0 and -(-b // 32) * 32 % group == 0
+    expect(divides and 0 < limit < 128, lambda: native.quantise(x, None, 0, group, None, limit))
     expect(n > 0 and b % n == 0 and d <= n and d % 2 == 0 and c == a, lambda: native.rope(x, n, flag, y))
     rows = data.draw(st.lists(SMALL, max_size=3))
     expect(all(0 <= r < a for r in rows), lambda: native.take(x, np.array(rows, np.int32)))

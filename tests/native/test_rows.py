@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from ork import native
 from ork.quant import rotation
-from tests.native.oracles import Weight, hadamard, hadamard_matrix, quantised
+from tests.native.oracles import Weight, hadamard, hadamard_matrix, quantised, rotated, rotated_back
 
 ISAS = native.isa_names()
 Array = native.Array
@@ -66,6 +66,85 @@ def test_rotation_is_the_orthogonal_hadamard() -> None:
         assert np.allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
         native.rotate(got, signs_of(K), block, inverse=True)
         assert np.allclose(got, x, rtol=0, atol=3e-6)
+
+
+def mix_of(m: int, seed: int) -> np.ndarray:
+    """Two reflections: orthogonal, and not symmetric, so that a transposition shows."""
+    a, b = (
+        v / np.linalg.norm(v) for v in np.random.default_rng(seed).uniform(0.5, 2, (2, m)) * [[1], [-1]] + [[0], [1]]
+    )
+    return ((np.eye(m) - 2 * np.outer(a, a)) @ (np.eye(m) - 2 * np.outer(b, b))).astype(np.float32)
+
+
+ROTATED = st.sampled_from([(16, 1), (4, 3), (4, 5), (32, 3), (64, 9), (128, 7), (32, 43), (1, 5), (512, 3), (256, 19)])
+
+
+@given(ROTATED, st.booleans(), st.sampled_from([0, 32, 64, 96]), st.integers(1, 3), st.sampled_from([127, 7, 1]))
+@settings(max_examples=40, deadline=None)
+def test_rotated_groups(shape: tuple[int, int], mixed: bool, group: int, M: int, limit: int) -> None:
+    """Code x scale is the rotated row to half a code of its group; the same bits on every path, alone or in company."""
+    block, m = shape
+    K, Kp = block * m, -(-block * m // 32) * 32
+    group = group if group and Kp % group == 0 else 0
+    x = rows_of(K + M, M, K)
+    x[:, ::7] *= 20
+    q = mix_of(m, K) if mixed else None
+    held = None if q is None else Array.of(q.reshape(1, -1))
+    made = lambda rows: native.quantise(Array.of(rows), signs_of(K), block, group, held, limit)  # noqa: E731
+    codes = on_every_isa(lambda: made(x).codes())
+    scales = on_every_isa(lambda: made(x).scales())
+    assert scales.shape == ((M, Kp // group) if group else (M,))
+    assert np.abs(codes.astype(int)).max() == limit
+    want = rotated(x, rotation.signs_of(K), block, q)
+    by_code = np.repeat(scales.reshape(M, -1), group or Kp, axis=1)[:, :K]
+    error = np.abs(codes[:, :K] * by_code.astype(np.float64) - want)
+    assert (error <= by_code * 0.5 + 1e-6 * np.linalg.norm(x, axis=1)[:, None]).all()
+    alone = made(x[-1:])
+    assert np.array_equal(alone.codes()[0], codes[-1])
+    assert np.array_equal(alone.scales()[0], scales[-1])
+
+
+@given(st.integers(1, 5), st.sampled_from([1, 31, 64, 96, 100, 1000]), st.sampled_from([0, 32, 64, 96]), st.integers())
+@settings(max_examples=30, deadline=None)
+def test_codes_of_groups(M: int, K: int, group: int, seed: int) -> None:
+    """Without rotation: each group to the bit as if it were a row."""
+    Kp = -(-K // 32) * 32
+    group = group if group and Kp % group == 0 else Kp
+    x = rows_of(seed % 2**32, M, K)
+    x[0] = 0
+    for limit in (127, 7):
+        padded = np.zeros((M, Kp), np.float32)
+        padded[:, :K] = x
+        codes, scales = quantised(padded.reshape(-1, group), limit)
+        q = native.quantise(Array.of(x), None, 0, group, None, limit)
+        assert q.group == group
+        assert np.array_equal(q.codes().reshape(-1, group), codes)
+        assert np.array_equal(q.scales().ravel(), scales)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_value_that_is_none_spoils_its_group_alone(isa: str, group: int) -> None:
+    x = rows_of(1, 2, 128)
+    x[0, 70] = np.nan
+    x[1, 127] = -np.inf
+    q = native.quantise(Array.of(x), None, 0, group)
+    bad = np.zeros((2, 128 // group), bool)
+    bad[0, 70 // group] = bad[1, -1] = True
+    assert np.array_equal(np.isnan(q.scales()), bad)
+    assert not q.codes().reshape(2, -1, group)[bad].any()
+    assert q.codes().reshape(2, -1, group)[~bad].any(axis=1).all()
+
+
+def test_mixing_there_and_back(isa: str) -> None:
+    for block, m in ((1, 5), (4, 3), (64, 9), (128, 7), (32, 43), (16, 511)):
+        K = block * m
+        x, q = rows_of(K, 3, K), mix_of(m, K)
+        got = x.copy()
+        native.rotate(got, signs_of(K), block, mix=Array.of(q.reshape(1, -1)))
+        size = np.linalg.norm(x, axis=1).max()
+        assert np.abs(got - rotated(x, rotation.signs_of(K), block, q)).max() < 1e-6 * size
+        native.rotate(got, signs_of(K), block, inverse=True, mix=Array.of(q.reshape(1, -1)))
+        assert np.abs(got - x).max() < 1e-6 * size
 
 
 @given(st.integers(1, 8), st.integers(1, 100), st.integers(0, 2**32 - 1), st.integers(-30, 30))
@@ -232,6 +311,30 @@ def test_gather_i8(N: int, K: int) -> None:
     H = hadamard_matrix(block) / np.sqrt(block)
     want = (plain.astype(np.float64).reshape(len(ids), -1, block) @ H).reshape(plain.shape) * rotation.signs_of(K)
     assert np.allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+@given(
+    st.sampled_from(["i8", "i4", "nf4", "f16", "f32"]),
+    st.sampled_from([(1, 5), (4, 5), (64, 1), (32, 3), (64, 9), (4096, 2), (256, 35)]),
+    st.sampled_from([0, 32, 64]),
+    st.sampled_from(["none", "block", "mix"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_gather(codec: str, shape: tuple[int, int], group: int, mode: str) -> None:
+    """A looked-up row of any codec is what its codes and scales stand for, rotated back."""
+    block, m = shape
+    N, K = 130, block * m
+    group = group if codec[0] != "f" and -(-K // 32) * 32 % (group or 1) == 0 else 0
+    w = Weight.random(codec, N, K, group, K)
+    mode = "none" if codec[0] == "f" else mode
+    q = mix_of(m, K) if mode == "mix" else None
+    how = () if mode == "none" else (signs_of(K), block, None if q is None else Array.of(q.reshape(1, -1)))
+    ids = np.array([0, N - 1, 64, 31, 0], np.int32)
+    got = on_every_isa(lambda: native.gather(w.slices, ids, K, N, *(how or (None, 0))).numpy())
+    plain = w.values()[ids]
+    want = plain if mode == "none" else rotated_back(plain, rotation.signs_of(K), block, q)
+    tolerance = 0 if codec[0] == "f" else 1e-6 * np.linalg.norm(plain, axis=1).max()
+    assert np.abs(got - want).max() <= tolerance
 
 
 def test_gather_f32() -> None:
