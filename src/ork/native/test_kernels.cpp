@@ -5,6 +5,7 @@
 #include <algorithm>
 #include "test_attention.h"
 #include "test_reference.h"
+#include "test_score.h"
 #include "test_rows.h"
 #include "test_threads.h"
 
@@ -264,7 +265,7 @@ void functions(Trace& t) {
 
 struct Group { const char* name; void (*run)(const Kernels&, Trace&); };
 constexpr Group GROUPS[] = {{"linear_i8", linear_i8}, {"scale_sums", scale_sums}, {"linear_f32", linear_f32}, {"linear_f16", linear_f16}, {"quantise", quantise}, {"rotate", rotate}, {"norms", norms}, {"rope", rope}, {"elementwise", elementwise},
-                            {"softmax", softmax}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"yardsticks", yardsticks}, {"ops", ops}};
+                            {"softmax", softmax}, {"score", score}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"yardsticks", yardsticks}, {"ops", ops}};
 
 bool report(const char* group, const char* isa, const Trace& t) {   // "group isa ok digest", or "group isa FAILED why"
     const bool ok = t.failure.empty();
