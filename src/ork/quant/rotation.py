@@ -19,6 +19,7 @@ from ork import native
 
 MAX_BLOCK: Final = 4096
 MAX_MIX: Final = 512  # blocks; a K of more (8191 = a prime, say) is rotated in blocks alone
+MAX_SIGNS: Final = 1 << 24  # no model's K is longer; a name in a foreign file may say anything
 MODES: Final = ("none", "block", "mix")
 
 F32 = npt.NDArray[np.float32]
@@ -55,10 +56,11 @@ def mix_name(m: int) -> str:
 
 def derived(name: str) -> npt.NDArray[np.generic] | None:
     """The raw tensor of that name, if it is one that follows from its name: i8 [K] signs or an f32 [m, m] matrix."""
-    kind, _, size = name.rpartition(".")
-    if kind not in ("rotation.signs", "rotation.mix") or not size.isdecimal():
-        return None
-    return signs_of(int(size)) if kind == "rotation.signs" else mix_of(int(size))
+    kind, _, digits = name.rpartition(".")
+    size = int(digits) if digits.isdecimal() and len(digits) < 10 else 0
+    if kind == "rotation.signs" and 1 <= size <= MAX_SIGNS:
+        return signs_of(size)
+    return mix_of(size) if kind == "rotation.mix" and 2 <= size <= MAX_MIX else None
 
 
 def signs_of(K: int) -> npt.NDArray[np.int8]:
