@@ -56,6 +56,9 @@ class PlannedSource:
     def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
         raise NotImplementedError("a plan has no slices")
 
+    def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
+        """Nothing: what has just been converted is in memory."""
+
     def read_part(self, name: str, index: int, start: int, memory: npt.NDArray[np.uint8]) -> None:
         raise NotImplementedError("a plan has no slices")
 

@@ -60,6 +60,11 @@ class SliceFile:
                 self._refused = True  # the descriptor stays: other threads may be reading by it
         self._fill(self._fd, offset, memory[:nbytes], nbytes)
 
+    def expect(self, offset: int, nbytes: int) -> None:
+        """Starts to bring a range into the page cache, without waiting for it."""
+        with contextlib.suppress(OSError):  # a hint
+            os.posix_fadvise(self._parts if self._parts >= 0 else self._fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def read_part(self, offset: int, memory: Bytes) -> None:
         """Bytes of any range, through the page cache, without reading ahead."""
         self._fill(self._parts if self._parts >= 0 else self._fd, offset, memory, memory.nbytes)

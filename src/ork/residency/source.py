@@ -47,6 +47,10 @@ class PackSource:
         self.spec(name)
         return self.pack.read_into(self._entries[name][index], memory)
 
+    def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
+        self.spec(name)
+        self.pack.expect(self._entries[name][index], start, nbytes)
+
     def read_part(self, name: str, index: int, start: int, memory: npt.NDArray[np.uint8]) -> None:
         self.spec(name)
         self.pack.read_part(self._entries[name][index], start, memory)

@@ -47,6 +47,9 @@ class SliceSource(Protocol):
     def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
         """The same, read into page-aligned memory; its bytes."""
 
+    def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
+        """Part of a slice will be read soon: a hint, so that several are on their way at a time."""
+
     def read_part(self, name: str, index: int, start: int, memory: npt.NDArray[np.uint8]) -> None:
         """Part of a slice's bytes."""
 
