@@ -273,7 +273,7 @@ def test_a_hugging_face_folder(tmp_path: Path, codec: str) -> None:
 # --- the same bytes
 
 
-@pytest.mark.parametrize("codec", ["i8", "f32", "f16", "i4", "small"])
+@pytest.mark.parametrize("codec", ["i8", "f32", "f16", "i4", "nf4"])
 def test_same_source_same_bytes(gguf: Path, tmp_path: Path, codec: str) -> None:
     first = make(gguf, tmp_path / "a.orkpack", builtin(codec), workers=1)
     moved = gguf.rename(tmp_path / "moved.gguf")
@@ -502,7 +502,7 @@ def test_only_packs_are_overwritten(gguf: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_codec() -> None:
-    with pytest.raises(UsageError, match="recipe 'i3' is unknown; known are int8, i8, i4, nf4, f16, f32, small"):
+    with pytest.raises(UsageError, match="recipe 'i3' is unknown; known are int8, i8, i4, nf4, f16, f32, mixed"):
         builtin("i3")
 
 

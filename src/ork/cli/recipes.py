@@ -21,7 +21,7 @@ def add_recipe(sub: argparse.ArgumentParser) -> None:
     named.add_argument(
         "--recipe",
         metavar="NAME|FILE",
-        help="how weights are stored: int8 (default), small, i4, nf4, f16, f32, or a TOML file (docs/recipes.md)",
+        help="how weights are stored: int8 (default), mixed, small, i4, nf4, f16, f32, or ./x.toml (docs/recipes.md)",
     )
     named.add_argument("--codec", metavar="CODEC", help="one codec throughout: i8, i4, nf4, f16, f32")
     sub.add_argument("--group", type=int, metavar="N", help="inputs per weight scale of i4, nf4, int8: 32, 64 or 128")
@@ -46,14 +46,14 @@ def add_recipe(sub: argparse.ArgumentParser) -> None:
 def recipe_of(args: argparse.Namespace, source: Source) -> Recipe:
     """The recipe that the options ask for. Raises UsageError, SourceError."""
     from ork.build.tiers import tiers_from
-    from ork.quant.recipe import BUILTINS, builtin, from_toml, tensor_type
+    from ork.quant.recipe import builtin, from_toml, tensor_type
 
     rules = [tensor_type(text) for text in args.tensor_type]
     name = args.recipe or args.codec
     group, act_group = args.group or 0, args.act_group or 0
     if name is None and args.tiers_from:
         name, group = "nf4", group or 64
-    if args.recipe and args.recipe not in BUILTINS and re.search(r"[./\\]", args.recipe):
+    if args.recipe and re.search(r"[./\\]", args.recipe):
         if group or act_group:
             raise UsageError("--group and --act-group go with a codec by name; a recipe file has its own")
         recipe = from_toml(Path(args.recipe))

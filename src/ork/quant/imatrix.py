@@ -58,10 +58,14 @@ class Imatrix:
         if sums.ndim != 2 or sums.shape[1] != K or not 0 <= expert < sums.shape[0]:
             shape = " x ".join(map(str, sums.shape[sums.shape[0] == 1 :]))
             raise UsageError(f"{self.where}: tensor {name} has {shape} inputs, not {K}: it is of another model")
-        count = float(counts[expert])
-        if not (np.isfinite(sums[expert]).all() and (sums[expert] >= 0).all() and 0 <= count < np.inf):
+        count = counts[expert]
+        if count == 0:
+            return np.ones(K, np.float32)
+        with np.errstate(all="ignore"):
+            means: F32 = (sums[expert] / count).astype(np.float32)
+        if not (np.isfinite(means).all() and (means >= 0).all() and count > 0):
             raise UsageError(f"{self.where}: tensor {name} holds a negative or infinite square: the file is damaged")
-        return sums[expert] / np.float32(count) if count else np.ones(K, np.float32)
+        return means
 
     @cached_property
     def digest(self) -> str:

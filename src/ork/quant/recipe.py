@@ -233,27 +233,23 @@ def _one_of(what: str, value: object, known: Sequence[object]) -> None:
 
 # --- the built-in ones
 
-# Head and embedding see every token, and attn_v's few columns carry what attention passes on.
-SMALL: Final = Recipe("small", usual("nf4", 64), ((r"^(token_embd|output)\.weight$|attn_v\.", usual("i8")),))
 PLAIN: Final = {"int8": "i8", "i8": "i8", "i4": "i4", "nf4": "nf4", "f16": "f16", "f32": "f32"}
-BUILTINS: Final = (*PLAIN, SMALL.name)
+MEASURED: Final = ("mixed", "small")  # found for each model by measuring it (build/allocate.py)
 
 
 def builtin(name: str, *, rotate: bool = True, group: int = 0, act_group: int = 0) -> Recipe:
-    """`int8` (or `i8`), `i4`, `nf4`, `f16`, `f32`: that codec throughout; `small`: 4 bits but where they cost most.
+    """`int8` (or `i8`), `i4`, `nf4`, `f16`, `f32`: that codec throughout, rotated unless told otherwise.
 
-    Rotated unless told otherwise. `group` is for i4, nf4 and int8, `act_group` for int8. Raises UsageError.
+    `group` is for i4, nf4 and int8, `act_group` for int8. Raises UsageError.
     """
-    if name not in BUILTINS:
-        raise UsageError(f"recipe {name!r} is unknown; known are {', '.join(BUILTINS)}, or name a TOML file")
-    if name == SMALL.name:
-        if group or act_group:
-            raise UsageError("the recipe small has groups of its own: give a group with i4, nf4 or int8")
-        recipe = SMALL
-    else:
-        codec = PLAIN[name]
-        suffix = (f"-g{group}" if group else "") + (f"-a{act_group}" if act_group else "")
-        recipe = Recipe(("int8" if codec == "i8" else codec) + suffix, usual(codec, group, act_group=act_group))
+    if name in MEASURED:
+        raise UsageError(f"recipe {name} is found by measuring a model: make a pack with `ork convert --recipe {name}`")
+    if name not in PLAIN:
+        known = ", ".join((*PLAIN, *MEASURED))
+        raise UsageError(f"recipe {name!r} is unknown; known are {known}, or name a TOML file, ./x.toml")
+    codec = PLAIN[name]
+    suffix = (f"-g{group}" if group else "") + (f"-a{act_group}" if act_group else "")
+    recipe = Recipe(("int8" if codec == "i8" else codec) + suffix, usual(codec, group, act_group=act_group))
     return recipe if rotate else recipe.rotated("none")
 
 

@@ -1,0 +1,144 @@
+"""`ork convert` with recipes: what ends up in a pack, and one line for what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ork.pack.reader import Pack
+from ork.quant.imatrix import Imatrix
+from tests import tiny
+from tests.gguf_writer import write_gguf
+
+Ork = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    return tiny.random_gguf(tmp_path / "x.gguf")
+
+
+@pytest.fixture
+def codecs(ork: Ork, gguf: Path) -> Callable[..., dict[str, tuple[str, int]]]:
+    """Converts with options; (codec, group) of each weight, and what is said of the recipe under "recipe"."""
+
+    def run(*options: object) -> dict[str, tuple[str, int]]:
+        code, out, err = ork("convert", gguf, *options)
+        assert (code, out) == (0, ""), err
+        with Pack.open(gguf.with_suffix(".orkpack")) as pack:
+            names = (name for name in pack.names() if name.endswith(".weight") and "norm" not in name)
+            tensors = {name.removesuffix(".weight"): pack.tensor(name) for name in names}
+            assert err.rstrip().endswith(f"recipe {pack.recipe['name']}")
+        return {name: (t.codec, t.group) for name, t in tensors.items()}
+
+    return run
+
+
+def test_a_recipe_by_name(codecs: Callable[..., dict[str, tuple[str, int]]]) -> None:
+    assert set(codecs().values()) == {("i8", 0)}
+    assert set(codecs("--codec", "f16").values()) == {("f16", 0)}
+    assert set(codecs("--recipe", "nf4", "--group", 64).values()) == {("nf4", 64), ("nf4", 32)}
+
+
+def test_changes_on_the_command_line(codecs: Callable[..., dict[str, tuple[str, int]]], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[default]\ncodec = "nf4"\n[[rule]]\nmatch = "ffn"\ncodec = "i4"\n')
+    options = ("--recipe", tmp_path / "mine.toml", "--tensor-type", "ffn_up=f32", "--tensor-type", r"blk\.1\.=i8")
+    got = codecs(*options, "--rotation", "mix")
+    wanted = {
+        "output": "nf4",
+        "blk.0.ffn_up": "f32",
+        "blk.1.ffn_up": "f32",
+        "blk.0.ffn_down": "i4",
+        "blk.1.ffn_down": "i8",
+    }
+    assert {name: got[name][0] for name in wanted} == wanted
+    with Pack.open(tmp_path / "x.orkpack") as pack:
+        assert [pack.tensor(f"blk.{i}.ffn_down.weight").mix for i in range(2)] == [3, 3]
+        assert pack.tensor("blk.0.ffn_up.weight").rotation == 0
+    codecs("--recipe", "i4", "--no-rotate")
+    with Pack.open(tmp_path / "x.orkpack") as pack:
+        assert pack.tensor("blk.0.ffn_down.weight").rotation == 0
+
+
+def test_the_allocation_of_a_reference(codecs: Callable[..., dict[str, tuple[str, int]]], tmp_path: Path) -> None:
+    """Five bits or more become int8, less nf4, whatever the recipe's own rules leave."""
+    tensors = tiny.random_tensors(seed=5)
+    kinds = {"blk.0.ffn_up": "Q4_0", "blk.0.ffn_gate": "Q4_1", "blk.1.ffn_up": "Q8_0"}
+    typed = {n: (kinds.get(n.removesuffix(".weight"), "F32"), t, t.shape) for n, t in tensors.items()}
+    del typed["blk.1.attn_q.weight"]
+    write_gguf(tmp_path / "ref.gguf", tiny.metadata(), typed)
+    got = codecs("--tiers-from", tmp_path / "ref.gguf")
+    assert {name for name, choice in got.items() if choice == ("nf4", 64)} == {"blk.0.ffn_up"}
+    assert {name for name, choice in got.items() if choice == ("i8", 0)} == set(got) - {"blk.0.ffn_up"}
+    got = codecs("--tiers-from", tmp_path / "ref.gguf", "--recipe", "i4", "--tensor-type", "output=i4:32")
+    assert (got["blk.0.ffn_up"], got["output"], got["blk.1.ffn_up"]) == (("i4", 0), ("i4", 32), ("i8", 0))
+
+
+def test_importance(codecs: Callable[..., dict[str, tuple[str, int]]], tmp_path: Path) -> None:
+    weights = {n: t for n, t in tiny.random_tensors().items() if t.ndim == 2 and n.startswith("blk")}
+    sums = {n: np.square(np.arange(t.shape[1], dtype=np.float32)).reshape(1, -1) for n, t in weights.items()}
+    Imatrix(sums, {n: np.ones(1, np.float32) for n in sums}).write(tmp_path / "x.imatrix.gguf")
+    codecs("--recipe", "nf4", "--rotation", "none")
+    plain = (tmp_path / "x.orkpack").read_bytes()
+    codecs("--recipe", "nf4", "--rotation", "none", "--imatrix", tmp_path / "x.imatrix.gguf")
+    assert len((tmp_path / "x.orkpack").read_bytes()) == len(plain)
+    with Pack.open(tmp_path / "x.orkpack") as pack:
+        assert pack.recipe["default"]["search"] == "importance"
+        assert len(pack.provenance["imatrix"]) == 32
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "q4_0"), "recipe 'q4_0' is unknown; known are int8"),
+        (("--codec", "i3"), "recipe 'i3' is unknown; known are int8"),
+        (("--recipe", "./mine.toml"), "mine.toml: No such file"),
+        (("--codec", "i4", "--recipe", "i4"), "not allowed with"),
+        (("--recipe", "i4", "--group", "48"), "group 48 is unknown; known are 0, 32, 64, 128"),
+        (("--recipe", "i4", "--group", "many"), "--group"),
+        (("--recipe", "i4", "--act-group", "32"), "act_group is for codec i8 without group"),
+        (("--tensor-type", "ffn"), "--tensor-type 'ffn': write it like"),
+        (("--tensor-type", "(=i8"), "is not a regular expression"),
+        (("--rotation", "full"), "--rotation"),
+        (("--tiers-from", "nothing.gguf"), "nothing.gguf: no such file"),
+        (("--imatrix", "nothing.imatrix"), "nothing.imatrix: No such file"),
+    ],
+)
+def test_options_that_do_not_fit(refused: Refused, gguf: Path, options: tuple[str, ...], message: str) -> None:
+    assert message in refused("convert", gguf, *options)
+    assert not list(gguf.parent.glob("*.orkpack*"))
+
+
+def test_files_of_other_models(refused: Refused, gguf: Path, tmp_path: Path) -> None:
+    other = tiny.write(tmp_path / "o.gguf", tiny.metadata(), tiny.random_tensors(rows=270))
+    assert "not the same model: token_embd.weight is 270 x 64 and 263 x 64" in refused(
+        "convert", gguf, "--tiers-from", other
+    )
+    write_gguf(tmp_path / "n.gguf", {}, {"x.weight": ("F32", np.ones((2, 2), np.float32), (2, 2))})
+    assert "none of its tensors" in refused("convert", gguf, "--tiers-from", tmp_path / "n.gguf")
+    assert "no 4-bit default" in refused("convert", gguf, "--recipe", "int8", "--tiers-from", gguf)
+    assert "not an imatrix" in refused("convert", gguf, "--recipe", "nf4", "--imatrix", gguf)
+    Imatrix({"a": np.ones((1, 3), np.float32)}, {"a": np.ones(1, np.float32)}).write(tmp_path / "m.gguf")
+    line = refused("convert", gguf, "--recipe", "nf4", "--imatrix", tmp_path / "m.gguf")
+    assert "m.gguf: lists no tensor blk.0.attn_q.weight: it is of another model" in line
+    line = refused("convert", gguf, "--imatrix", tmp_path / "m.gguf")
+    assert "of no use to recipe int8" in line
+    (tmp_path / "w.toml").write_text('[default]\ncodec = "nf4"\nsearch = "importance"\n')
+    assert "give --imatrix FILE" in refused("convert", gguf, "--recipe", tmp_path / "w.toml")
+    assert not list(tmp_path.glob("*.orkpack*"))
+
+
+def test_a_source_of_four_bits(ork: Ork, refused: Refused, tmp_path: Path) -> None:
+    source = tiny.random_gguf(tmp_path / "q.gguf", kind="Q4_0")
+    assert "--allow-requantize" in refused("convert", source, "--recipe", "nf4")
+    assert "--allow-requantize" in refused("convert", source, "--tensor-type", "ffn_up=i4")
+    assert not list(tmp_path.glob("*.orkpack*"))
+    assert ork("convert", source, "--recipe", "nf4", "--allow-requantize")[0] == 0
+    assert ork("convert", source)[0] == 0
