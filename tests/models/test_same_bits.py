@@ -6,6 +6,7 @@ Each architecture with int8 weights and 640 tokens: three KV blocks, and several
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from hypothesis import strategies as st
 
 import ork
 from ork import native
+from ork.build.convert import convert
 from ork.engine.kvcache import Sequence
+from ork.quant.recipe import Choice, Recipe, builtin
+from ork.sources import open_source
 from tests import tiny
 
 ARCHS = ["llama", "qwen2", "qwen3", "gemma3"]
@@ -134,6 +138,43 @@ def test_any_chunks_and_batches(
 
     with path_of(isa, threads):
         assert equal(feed(models[arch, kv], TEXTS, endless()), expected[arch, kv])
+
+
+RECIPES = {
+    "i4": builtin("i4"),
+    "i4 of 32, mixed": builtin("i4", group=32).rotated("mix"),
+    "nf4, mixed": builtin("nf4").rotated("mix"),
+    "nf4 of 64": builtin("nf4", group=64),
+    "i8 of 32": builtin("int8", group=32),
+    "i8, rows of groups": builtin("int8", act_group=32),
+    "f16": builtin("f16"),
+    "all": Recipe(
+        "all",
+        Choice("nf4", 32),
+        (
+            ("attn_q", Choice("i8")),
+            ("attn_k", Choice("i4", rotation="mix")),
+            ("attn_v", Choice("f16")),
+            ("up", Choice("i4")),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_codec_on_every_path(tmp_path: Path, name: str) -> None:
+    """Instruction sets, threads, chunks and company change nothing, whatever the weights are stored as."""
+    source = open_source(tiny.random_gguf(tmp_path / "m.gguf", "llama"))
+    text = TEXTS[1][:70]
+    with ork.load(convert(source, tmp_path / "m.orkpack", RECIPES[name]), n_ctx=1024, sequences=2) as model:
+        with path_of("portable", 1):
+            want = [model.logits(text, chunk=1024), model.logits(TEXTS[2])]
+        assert np.isfinite(want[0]).all()
+        assert len(set(want[0].argmax(axis=1).tolist())) > 5
+        for isa in ISAS:
+            for threads, steps in ((1, [[1, 0], [69, 3]]), (3, [[30, 1], [1, 1], [0, 0]])):
+                with path_of(isa, threads):
+                    assert equal(feed(model, [text, TEXTS[2]], iter(steps)), want), (isa, threads)
 
 
 def test_the_weights_have_a_say(models: Models, expected: dict) -> None:
