@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,8 +15,10 @@ from ork.devices.cpu import CODEC_IDS, CpuDevice
 from ork.devices.npu import NpuDevice
 from ork.devices.npu_slots import Lay, lay_of, lay_out, slot_layout
 from ork.emulator.kernel import EmulatedKernel
+from ork.npu.chain import Chain
 from ork.npu.driver import Npu
 from ork.npu.plan import int4_slice
+from ork.npu.running import Runner
 from tests.devices.slices import random_slice
 from tests.devices.test_npu import bits
 
@@ -277,3 +280,31 @@ def test_codecs_have_their_numbers() -> None:
     assert {name: CODEC_IDS[name] for name in ("f32", "i8", "i4", "nf4", "f16")} == {
         "f32": 0, "i8": 1, "i4": 2, "nf4": 3, "f16": 4,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [3, 1 << 30])
+def test_results_behind_their_interrupt(kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    """int4 results are waited for; what never comes is tried again and then computed by the CPU."""
+    asked = 0
+
+    def written(self: Runner, chain: Chain, attempt: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > late and original(self, chain, attempt)
+
+    original = Runner._written
+    monkeypatch.setattr(Runner, "_written", written)
+    monkeypatch.setattr("ork.npu.running.INT4_LAG", 0.01)
+    cpu = CpuDevice(1, w4a4=True)
+    device = NpuDevice(Npu.open(kernel), cpu, name="emu", int4_k=INT4_K)
+    spec, blob, _ = random_slice("i4", 64, 96, 1)
+    x = native.Array.of(np.random.default_rng(2).standard_normal((2, 96), dtype=np.float32))
+    rows = native.quantise(x, None, 0, 0, None, 7)
+    want, got = native.Array(2, 64), native.Array(2, 64)
+    cpu.linear([cpu.place(spec, blob)], x, rows, [want], [None])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if late > 3 else "error")
+        device.linear([device.place(spec, blob)], x, rows, [got], [None])
+    assert (bits(want.numpy()) == bits(got.numpy())).all()
+    assert (device.failed_ops, asked > late) == ((0, True) if late == 3 else (1, False))
+    device.close()

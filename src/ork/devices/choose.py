@@ -30,7 +30,7 @@ def open_device(
 
     auto: `hybrid` on a board, else `cpu`. cpu: the host. emu: every int8 product on the emulated chip. rk3588: every
     int8 product on the chip. hybrid: ops with at least `min_rows` rows (default 32) on the chip, or on the emulator
-    where there is no chip, the rest on the CPU; tensors whose scales go by group on the CPU too. `w4a4`: i4 weights meet
+    where there is no chip, the rest and tensors with scales by group on the CPU. `w4a4`: i4 weights meet
     rows of four bits, on the NPU as int4 products, in K slices that int16 holds whatever comes, or, `unproven`, in the
     pack's own. Raises UsageError, or NpuError for a chip that cannot be used.
     """

@@ -36,6 +36,7 @@ SENTINELS: Mapping[int, tuple[bytes, bytes]] = MappingProxyType(
 
 BUSY_TRIES, BUSY_PAUSE = 20, 50e-6  # a core whose last job is done but not yet retired by the kernel answers EINVAL
 DOMAIN_SETTLE = 1e-3  # seconds between a polled result and a job in another domain (a shorter pause wedged boards)
+INT4_LAG = 0.1  # seconds that results of int4 may come after their interrupt before they count as lost
 POLL_PAUSE, POLL_PAUSE_MAX = 20e-6, 200e-6
 
 
@@ -63,6 +64,7 @@ class Runner:
         self._kind: str | None = None
         self._epoch = 0  # resets so far: a job that was interrupted by another core's reset is told by it
         self._lock = threading.Lock()
+        self._marks = threading.Lock()  # of the buffers that chains on several cores write to
         self._unsettled: int | None = None  # the domain of the last polled result
         self._pending: set[Chain] = set()
         self._team: Team | None = None
@@ -83,18 +85,23 @@ class Runner:
         if chain.cold:
             # The first results in a new buffer may be lost (measured): spend a run on it.
             self.counters.warmups += 1
-            self.run_blocking(chain, 0, timeout_ms)
+            self.run_blocking(chain, 0, timeout_ms, spent=True)
             for buffer in chain.outputs:
                 buffer.fresh = False
 
-    def run_blocking(self, chain: Chain, core: int, timeout_ms: int | None) -> None:
-        """Submit until done: once more after a reset, and again where another core's reset interrupted it."""
+    def run_blocking(self, chain: Chain, core: int, timeout_ms: int | None, *, spent: bool = False) -> None:
+        """Submit until done: once more after a reset, and again where another core's reset interrupted it. Results of
+        a run that is `spent` on a new buffer need not come."""
         arg = chain.submit
         arg.flags = chain.flags
         failures = interruptions = 0
         while True:
             epoch = self._epoch
+            if late := chain.kind == "int4" and not spent:
+                self._mark(chain, failures)
             code = self._submit(chain, core, timeout_ms)
+            if code == 0 and late and not self._arrived(chain, failures):
+                code = errno.ETIMEDOUT
             if code == 0:
                 return
             if code == errno.EINVAL and (self._concurrent or epoch != self._epoch):
@@ -108,6 +115,31 @@ class Runner:
                 raise self._failed(chain, core, code)
             self._reset_since(epoch)
             self.counters.retries += 1
+
+    def _mark(self, chain: Chain, attempt: int) -> None:
+        """The sentinel of an attempt into the last element of a chain's results."""
+        buffer, offset, size = chain.last
+        with self._marks:
+            buffer.view[offset : offset + size] = SENTINELS[size][attempt]
+            buffer.sync_to_device(offset, size)
+
+    def _written(self, chain: Chain, attempt: int) -> bool:
+        """Whether the last element was written since it was marked."""
+        buffer, offset, size = chain.last
+        with self._marks:
+            # cleaned as well: an invalidation alone was seen to leave old lines
+            buffer.sync(uabi.SYNC_TO_DEVICE | uabi.SYNC_FROM_DEVICE, offset, size)
+            return bool(buffer.view[offset : offset + size] != SENTINELS[size][attempt])
+
+    def _arrived(self, chain: Chain, attempt: int) -> bool:
+        """int4 results may come after the interrupt (measured): waits until the last one is there."""
+        deadline, pause = time.monotonic() + INT4_LAG, POLL_PAUSE
+        while not self._written(chain, attempt):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_PAUSE_MAX)
+        return True
 
     def _submit(self, chain: Chain, core: int, timeout_ms: int | None) -> int:
         """One submit ioctl; 0 or the errno. Where the core may still be retiring a polled job it is asked again."""
@@ -159,13 +191,12 @@ class Runner:
 
     def start(self, chain: Chain, core: int, *, timeout_ms: int | None = None, attempt: int = 0) -> None:
         """Queue a chain on a core and return at once. `landed` tells when it is done; SubmitFailed if it is refused."""
-        buffer, offset, size = chain.last
+        size = chain.last[2]
         if size not in SENTINELS:
             raise NpuError(
                 f"results of {size} byte may be any value, so none can be polled for: run the chain blocking"
             )
-        buffer.view[offset : offset + size] = SENTINELS[size][attempt]
-        buffer.sync_to_device(offset, size)
+        self._mark(chain, attempt)
         chain.submit.flags = chain.flags | uabi.JOB_NONBLOCK
         if code := self._submit(chain, core, timeout_ms):
             raise self._failed(chain, core, code)
@@ -174,10 +205,7 @@ class Runner:
 
     def landed(self, chain: Chain, attempt: int = 0) -> bool:
         """Whether the last element of a started chain was written; then the chain is idle again."""
-        buffer, offset, size = chain.last
-        # cleaned as well: an invalidation alone was seen to leave old lines
-        buffer.sync(uabi.SYNC_TO_DEVICE | uabi.SYNC_FROM_DEVICE, offset, size)
-        if buffer.view[offset : offset + size] == SENTINELS[size][attempt]:
+        if not self._written(chain, attempt):
             return False
         self._idle(chain)
         self._unsettled = chain.domain
