@@ -35,9 +35,32 @@ from ork.text.tokenizer import Tokenizer, build_tokenizer
 NOTE = "quality"
 
 
-def check_text(source: Source, text: str, *, context: int = 512, chunks: int | None = None) -> Chunks:
-    """The text's chunks, before anything is converted. Raises UsageError if it is too short."""
-    return cut(Tokenizer.load(build_tokenizer(source.metadata)), text, context, chunks)
+def reference_of(target: Path) -> Path:
+    """Where the f32 pack is while `target` is evaluated."""
+    return target.with_name(f"{target.name}.reference")
+
+
+def check(source: Source, target: Path, text: str, *, context: int = 512, chunks: int | None = None) -> Chunks:
+    """The text's chunks, before anything is converted.
+
+    Raises UsageError if the text is too short, or what is no pack stands where the reference will be; StorageError if
+    the disk has no room for that.
+    """
+    found = cut(Tokenizer.load(build_tokenizer(source.metadata)), text, context, chunks)
+    reference = reference_of(target)
+    check_target(reference)  # nothing but what is made here may be removed at the end
+    plan = plan_pack(source, builtin("f32"), tokenizer=b"")
+    need = sum(plan.nbytes(e) for e in range(len(plan)))
+    try:
+        free = shutil.disk_usage(target.absolute().parent).free
+    except OSError as error:
+        raise StorageError(f"{target.parent}: {error.strerror}") from None
+    if free < need:
+        raise StorageError(
+            f"{reference}: the f32 reference to evaluate with takes {need:,} bytes, the disk has {free:,}; "
+            "make room, or leave --evaluate out"
+        )
+    return found
 
 
 def evaluate(
@@ -60,20 +83,10 @@ def evaluate(
     The KV cache is f32 for both, so that weights and activations alone are judged. Raises UsageError for a text too
     short, StorageError where the disk has no room for the reference, and the errors of `convert`.
     """
-    cut_text = check_text(source, text, context=context, chunks=chunks)
-    reference = target.with_name(f"{target.name}.reference")
-    check_target(reference)  # nothing but what is made here may be removed at the end
-    recipe = builtin("f32")
-    plan = plan_pack(source, recipe, tokenizer=b"")
-    need = sum(plan.nbytes(e) for e in range(len(plan)))
-    free = shutil.disk_usage(target.absolute().parent).free
-    if free < need:
-        raise StorageError(
-            f"{reference}: the f32 reference to evaluate with takes {need:,} bytes, the disk has {free:,}; "
-            "make room, or leave --evaluate out"
-        )
+    cut_text = check(source, target, text, context=context, chunks=chunks)
+    reference = reference_of(target)
     try:
-        convert(source, reference, recipe, max_ram=max_ram, workers=threads, progress=converting)
+        convert(source, reference, builtin("f32"), max_ram=max_ram, workers=threads, progress=converting)
         with contextlib.ExitStack() as stack:
             device, _ = open_device("cpu", threads=threads)
             stack.callback(device.close)

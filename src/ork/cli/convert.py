@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     check_threads(args.threads)
     path = resolve(args.model)
     target = args.output or _beside(path.absolute())
-    text = text_to_evaluate(args, path)
+    text = text_to_evaluate(args, path, target)
     aids = Aids(read_imatrix(args.imatrix) if args.imatrix else None)
     start = time.perf_counter()
     by_measuring = measured(args)

@@ -111,9 +111,10 @@ class Ticker:
         sys.stderr.flush()
 
 
-def text_to_evaluate(args: argparse.Namespace, path: Path) -> str | None:
-    """The text of `ork convert --evaluate`, found long enough before the conversion; None without it."""
-    from ork.build.evaluate import check_text
+def text_to_evaluate(args: argparse.Namespace, path: Path, target: Path) -> str | None:
+    """The text of `ork convert --evaluate`, None without it; what would keep it from being used is told here, before
+    the conversion."""
+    from ork.build.evaluate import check
     from ork.sources.base import open_source
 
     if args.evaluate is None:
@@ -122,7 +123,7 @@ def text_to_evaluate(args: argparse.Namespace, path: Path) -> str | None:
         return None
     text = read_text(args.evaluate)
     with contextlib.closing(open_source(path)) as source:
-        check_text(source, text, chunks=args.evaluate_chunks)
+        check(source, target, text, chunks=args.evaluate_chunks)
     return text
 
 

@@ -94,8 +94,8 @@ def _measure(args: argparse.Namespace, models: list[LoadedModel], chunks: Chunks
     if len(models) > 1:
         return compare(running[1], running[0], chunks, beside).summary().record()
     if args.save_base:
-        say(f"{args.save_base}: {size_text(base_bytes(running[0].vocab, chunks))} will be written")
         with Recording(running[0], chunks, args.save_base, Path(models[0].pack.path).name) as recording:
+            say(f"{args.save_base}: {size_text(base_bytes(running[0].vocab, chunks))} will be written")
             found = score(recording, chunks, alone).summary().record()
             recording.finish()
         return found

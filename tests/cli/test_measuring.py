@@ -1,0 +1,216 @@
+"""ork ppl, qerr, diff, and convert --evaluate: what they print, what they leave behind, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ork.cli.inspect import quality_rows
+from ork.pack.notes import write_note
+from ork.pack.verify import inspect, verify
+from tests import tiny
+from tests.cli.conftest import Ork
+
+LETTERS = "the wizard in the thin hat thinks of things; nothing is within. "
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.random_gguf(tmp_path_factory.mktemp("measuring") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    path = model.with_name("text.txt")
+    path.write_text(LETTERS * 16)
+    return path
+
+
+@pytest.fixture
+def packed(ork: Ork, model: Path, tmp_path: Path) -> Path:
+    assert ork("convert", model, "-o", tmp_path / "a.orkpack")[0] == 0
+    return tmp_path / "a.orkpack"
+
+
+# --- ppl
+
+
+def test_perplexity(ork: Ork, packed: Path, text: Path) -> None:
+    code, out, err = ork("ppl", packed, "-f", text, "-c", "32", "--json")
+    about = json.loads(out)
+    assert (code, err) == (0, "")
+    assert about["tokens"] == 15 * about["chunks"]
+    assert (about["context"], about["reference"], about["kv"]) == (32, None, "f16")
+    assert about["perplexity"] > about["error"] > 0
+    code, out, err = ork("ppl", packed, "-f", text, "-c", "32", "--chunks", "2")
+    assert code == 0
+    assert out.startswith("perplexity ")
+    assert out.endswith("over 30 predictions\n")
+    assert err.startswith("ork: 2 chunks of 32 tokens in ")
+
+
+def test_against_the_source_and_a_saved_base(ork: Ork, model: Path, packed: Path, text: Path, tmp_path: Path) -> None:
+    """A GGUF as a reference is what the file says: f32, whatever --codec makes of the model itself."""
+    base = tmp_path / "x.base"
+    how = ("-f", text, "-c", "32", "--kv", "f32")
+    direct = json.loads(ork("ppl", packed, "--against", model, *how, "--json")[1])
+    assert 0.00001 < direct["kl"] < 0.1
+    assert direct["ratio"] == pytest.approx(direct["perplexity"] / direct["reference"])
+    code, out, err = ork("ppl", model, "--codec", "f32", *how, "--save-base", base)
+    assert (code, out.count("\n")) == (0, 1)
+    assert "will be written" in err
+    saved = json.loads(ork("ppl", packed, "--base", base, *how, "--json")[1])
+    for key in ("perplexity", "reference", "kl", "kl_999", "top1"):
+        assert saved[key] == pytest.approx(direct[key], rel=1e-3, abs=1e-4)
+    out = ork("ppl", packed, "--base", base, *how)[1]
+    assert [line.split()[0] for line in out.splitlines()] == ["perplexity", "reference", "ratio", "KL", "same"]
+    itself = json.loads(ork("ppl", packed, "--against", packed, *how, "--json")[1])
+    assert (itself["kl"], itself["ratio"], itself["top1"]) == (0, 1, 1)
+
+
+def test_a_window_changes_no_figure(ork: Ork, packed: Path, text: Path) -> None:
+    how = ("ppl", packed, "-f", text, "-c", "32", "--json")
+    whole, windowed = json.loads(ork(*how)[1]), json.loads(ork(*how, "--window", "120K")[1])
+    assert whole["nll"] == windowed["nll"]
+
+
+def test_what_ppl_refuses(refused: Refused, model: Path, packed: Path, text: Path, tmp_path: Path) -> None:
+    short, binary, base = tmp_path / "short.txt", tmp_path / "binary", tmp_path / "x.base"
+    short.write_text("short")
+    binary.write_bytes(b"abc\xff")
+    base.write_bytes(b"ORKBASE1" + b"\xff" * 90)
+    for args, words in (
+        (("-f", short), "the text is too short: it has"),
+        (("-f", tmp_path / "none"), "No such file"),
+        (("-f", binary), "byte 3 is not UTF-8"),
+        (("-f", text, "-c", "2"), "at least 4"),
+        (("-f", text, "-c", "100000"), "trained for contexts of 1 to 2048"),
+        (("-f", text, "--chunks", "0"), "1 or more"),
+        (("-f", text, "-c", "32", "--base", base), "its head is damaged"),
+        (("-f", text, "-c", "32", "--base", text), "not a file of `ork ppl --save-base`"),
+        (("-f", text, "--base", base, "--against", packed), "exclude each other"),
+        (("-f", text, "-c", "32", "--save-base", tmp_path / "no" / "x"), "No such file"),
+        ((), "required"),
+    ):
+        assert words in refused("ppl", packed, *args)
+    assert "q3" in refused("ppl", model, "-f", text, "--codec", "q3")
+
+
+# --- qerr
+
+
+def test_errors_of_weights(ork: Ork, model: Path, packed: Path) -> None:
+    code, out, _ = ork("qerr", packed, "--against", model, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert {t["name"] for t in found["tensors"]} >= {"token_embd.weight", "blk.1.ffn_down.weight"}
+    assert list(found["layers"]) == ["output.weight", "token_embd.weight", "blk.0", "blk.1"]
+    assert all(0.001 < t["error"] < 0.02 for t in found["tensors"])
+    code, out, _ = ork("qerr", model)  # converted on the way, and compared with itself
+    assert code == 0
+    assert "blk.1.attn_output.weight" in out
+
+
+def test_where_two_packs_and_devices_differ(ork: Ork, model: Path, packed: Path, text: Path) -> None:
+    code, out, _ = ork("qerr", packed, "--against-device", "emu", "-f", text, "-c", "8")
+    assert code == 0
+    assert out.endswith("no difference to the last bit: 9 inputs of linear layers, and the logits\n")
+    code, out, _ = ork("qerr", packed, "--against", model, "-f", text, "-c", "8", "--json")
+    found = json.loads(out)["walk"]
+    assert code == 0
+    assert [d["place"] for d in found["layers"]] == ["embedding", "blk.0", "blk.1", "logits"]
+    assert found["first"]["place"] == "blk.0.attn_q, blk.0.attn_k, blk.0.attn_v"
+    assert found["equal_until"] == ""
+
+
+def test_what_qerr_refuses(refused: Refused, model: Path, packed: Path, text: Path, tmp_path: Path) -> None:
+    other = tiny.random_gguf(tmp_path / "other.gguf", "qwen2")
+    assert "does not hold its source" in refused("qerr", packed)
+    assert "give one with -f" in refused("qerr", packed, "--against-device", "emu")
+    assert "known are auto, cpu" in refused("qerr", packed, "--against-device", "gpu", "-f", text, "-c", "8")
+    assert "is this its source?" in refused("qerr", packed, "--against", other)
+    assert "at most 512" in refused("qerr", packed, "--against-device", "emu", "-f", text, "-c", "513")
+    assert "one chunk" in refused("qerr", packed, "--against", model, "-f", text, "--chunks", "2")
+
+
+# --- convert --evaluate, inspect, diff
+
+
+def test_a_conversion_is_evaluated(ork: Ork, model: Path, packed: Path, text: Path, tmp_path: Path) -> None:
+    target = tmp_path / "b.orkpack"
+    code, out, err = ork("convert", model, "-o", target, "--evaluate", text, "--evaluate-chunks", "1")
+    assert (code, out) == (0, "")
+    assert "noted in the pack" in err
+    assert verify(target) == verify(packed)  # notes are not part of the pack's hash
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["a.orkpack", "b.orkpack"]
+    note = inspect(target)["notes"]["quality"]
+    assert (note["tokens"], note["context"], note["chunks"]) == (255, 512, 1)
+    assert note["text"].startswith("sha256:")
+    command = shlex.split(note["command"])
+    assert command[:3] == ["ork", "ppl", "b.orkpack"]
+    places = {"b.orkpack": target, model.name: model, text.name: text}
+    again = json.loads(ork(*[places.get(a, a) for a in command[1:]], "--json")[1])
+    for key in ("perplexity", "reference", "kl", "kl_999", "top1"):
+        assert again[key] == note[key]
+    out = ork("inspect", target)[1]
+    assert f"{note['perplexity']:.4f} ±" in out
+    assert "same top token" in out
+    code, out, _ = ork("diff", packed, target)
+    assert code == 0
+    assert "the same weights, tensors and metadata" in out
+    assert f"{note['perplexity']:.4f} ±" in out
+
+
+def test_what_cannot_be_evaluated_is_not_converted(refused: Refused, model: Path, text: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    target = tmp_path / "b.orkpack"
+    assert "too short" in refused("convert", model, "-o", target, "--evaluate", short)
+    assert "goes with --evaluate" in refused("convert", model, "-o", target, "--evaluate-chunks", "2")
+    assert [f.name for f in tmp_path.iterdir()] == ["short.txt"]
+    (tmp_path / "b.orkpack.reference").write_text("mine")
+    assert "is not a pack" in refused("convert", model, "-o", target, "--evaluate", text)
+    assert (tmp_path / "b.orkpack.reference").read_text() == "mine"
+
+
+def test_a_note_that_somebody_made_up(ork: Ork, packed: Path) -> None:
+    for odd in ("good", {"perplexity": "low"}, [1], {"perplexity": 3.0}):
+        write_note(packed, "quality", odd)
+        assert quality_rows(odd) == {}
+        assert ork("inspect", packed)[0] == 0
+        assert ork("diff", packed, packed)[0] == 0
+
+
+def test_two_packs(ork: Ork, model: Path, packed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "b.orkpack"
+    assert ork("convert", model, "-o", other, "--tensor-type", "attn_v=f32")[0] == 0
+    found = json.loads(ork("diff", packed, other, "--json")[1])
+    assert {t["name"]: t["differs"] for t in found["tensors"]} == {
+        f"blk.{i}.attn_v.weight": "codec, rotation" for i in range(2)
+    }
+    assert found["equal_tensors"] == 14
+    assert not found["same"]
+    assert found["raw"] == []
+    out = ork("diff", packed, other)[1]
+    assert "blk.0.attn_v.weight" in out
+    assert "14 tensors are equal, 2 differ" in out
+
+
+def test_packs_of_two_models(ork: Ork, packed: Path, tmp_path: Path) -> None:
+    seeded = tiny.random_gguf(tmp_path / "seed.gguf", seed=1)
+    other = tmp_path / "b.orkpack"
+    assert ork("convert", seeded, "-o", other)[0] == 0
+    found = json.loads(ork("diff", packed, other, "--json")[1])
+    assert {t["differs"] for t in found["tensors"]} == {"content"}
+    assert found["equal_tensors"] == 0
+    assert "blk.0.attn_norm.weight" in found["raw"]
+
+
+def test_what_diff_refuses(refused: Refused, packed: Path, model: Path) -> None:
+    refused("diff", packed, model)
+    refused("diff", packed, packed.with_name("none.orkpack"))
