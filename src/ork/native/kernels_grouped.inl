@@ -6,7 +6,7 @@
 // floats of them, so a row's result does not depend on which it took.
 
 constexpr int64_t PANEL_K = 512 / CODE_BYTES;   // inputs of a panel: 32 KiB, beside a few rows
-constexpr int64_t ROWS_IN_PLACE = 1;            // up to as many, unpacking costs more than it saves
+constexpr int64_t ROWS_IN_PLACE = 6;            // up to as many, unpacking costs more than it saves
 
 struct AlignedBytes {
     explicit AlignedBytes(int64_t n) : p((uint8_t*)::operator new((size_t)n, std::align_val_t(64))) {}
@@ -74,46 +74,58 @@ static inline void add_bias(const GroupedJob& j, int64_t m, int64_t block, int c
 // --- in place ---------------------------------------------------------------------------------------------------------------
 
 // Sums of the next group of a row: `walk` holds the block's column of tiles, or int8's two.
-template <bool I8> static inline void sums_in_place(const GroupedJob& j, const int8_t* a, Levels levels, Walk (&walk)[2], I16 (&sums)[4]) {
+template <bool I8> static inline void sums_in_place(const int8_t* a, int64_t lda, int64_t group, bool full_range, Levels levels, Walk (&walk)[2], I16 (&sums)[4]) {
     if constexpr (!I8) {
-        for (int64_t k = 0, n; k < j.group; k += n) {
-            n = walk[0].run(j.group - k);
+        for (int64_t k = 0, n; k < group; k += n) {
+            n = walk[0].run(group - k);
             row_sums(walk[0].take(n), n / 32, a + k, levels, sums);
         }
     } else {
         alignas(64) int32_t half[2][1][32] = {};
-        for (int64_t k = 0, n; k < j.group; k += n) {
-            n = walk[0].run(j.group - k);
-            for (int h = 0; h < 2; h++) tile_i8<1>(a + k, j.x.Kp, walk[h].take(n), n / 32, half[h], j.x.full_range);
+        for (int64_t k = 0, n; k < group; k += n) {
+            n = walk[0].run(group - k);
+            for (int h = 0; h < 2; h++) tile_i8<1>(a + k, lda, walk[h].take(n), n / 32, half[h], full_range);
         }
         for (int c = 0; c < 4; c++) sums[c] = iadd(sums[c], iload(half[c / 2][0] + c % 2 * 16));
     }
 }
 
-template <bool I8> static void rows_in_place(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
+enum class Made { sums, one_scale, row_scales, both_scales };   // of a group: the integers; floats of one, by row or by both
+
+template <bool I8, Made MADE> static void rows_in_place(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
     const Rows& x = j.x;
     const Slice& s = j.s;
     const AlignedBytes split(I8 ? 64 : (m1 - m0) * x.Kp);
     const Levels levels = levels_of(level_table(s.codec));
     if (!I8) split_row(x.codes + m0 * x.Kp, (m1 - m0) * x.Kp, (int8_t*)split.p);
+    const int64_t groups = j.groups, group = j.group;
+    constexpr int G = I8 ? GROUP_I8 : GROUP_I4;
     for (int64_t b = b0; b < b1; b++)
         for (int64_t m = m0; m < m1; m++) {
             const int8_t* a = I8 ? x.codes + m * x.Kp : (const int8_t*)split.p + (m - m0) * x.Kp;
+            const int32_t* code_sums = x.sums + m * groups;
+            const float* scales = x.scales + m * groups;
+            const uint16_t* weight_scales = MADE == Made::both_scales ? s.group_scales + 64 * b * groups : nullptr;
             Walk walk[2] = {{s, I8 ? 2 * b : b}, {s, I8 ? 2 * b + 1 : b}};
             V16 y[4] = {vzero(), vzero(), vzero(), vzero()};
-            I16 sums[4];
-            for (int64_t g = 0; g < j.groups; g++) {
-                for (auto& v : sums) v = starting_sum(x.sums[m * j.groups + g]);
-                sums_in_place<I8>(j, a + g * j.group, levels, walk, sums);
-                if (j.sums) { for (int c = 0; c < 4; c++) istore(j.sum(m, g, b) + 16 * c, sums[c]); continue; }
-                if (!x.group) break;
-                const V16 scale = vset(x.scales[m * j.groups + g]);
-                if (s.group) for (int c = 0; c < 4; c++) y[c] = vfma(vfloat(sums[c]), vmul(scale, group_scales(s, b, j.groups, g, c)), y[c]);
-                else for (int c = 0; c < 4; c++) y[c] = vfma(vfloat(sums[c]), scale, y[c]);
+            for (int64_t g = 0; g < groups; g++, a += group) {
+                const I16 start = starting_sum(code_sums[g]);
+                I16 sums[4] = {start, start, start, start};
+                sums_in_place<I8>(a, x.Kp, group, x.full_range, levels, walk, sums);
+                const V16 scale = vset(scales[g]);
+                for (int c = 0; c < 4; c++) {
+                    if constexpr (MADE == Made::sums) istore(j.sum(m, g, b) + 16 * c, sums[c]);
+                    if constexpr (MADE == Made::one_scale) y[c] = vmul(vfloat(sums[c]), vmul(scale, vload(s.scales + 64 * b + 16 * c)));
+                    if constexpr (MADE == Made::row_scales) y[c] = vfma(vfloat(sums[c]), scale, y[c]);
+                    if constexpr (MADE == Made::both_scales) {
+                        const uint16_t* w = weight_scales + (16 * c / G * groups + g) * G + 16 * c % G;
+                        __builtin_prefetch(w + 512);
+                        y[c] = vfma(vfloat(sums[c]), vmul(scale, vload_half(w)), y[c]);
+                    }
+                }
             }
-            if (j.sums) continue;
-            for (int c = 0; c < 4; c++)
-                add_bias(j, m, b, c, x.group ? vmul(vload(s.scales + 64 * b + 16 * c), y[c]) : scaled_sum(j, m, b, c, sums[c]));
+            if constexpr (MADE == Made::one_scale) for (int c = 0; c < 4; c++) add_bias(j, m, b, c, y[c]);
+            else if constexpr (MADE != Made::sums) for (int c = 0; c < 4; c++) add_bias(j, m, b, c, vmul(vload(s.scales + 64 * b + 16 * c), y[c]));
         }
 }
 
@@ -242,10 +254,17 @@ static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t 
     }
 }
 
+template <bool I8> static void few_rows(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
+    if (j.sums) rows_in_place<I8, Made::sums>(j, m0, m1, b0, b1);
+    else if (!j.x.group) rows_in_place<I8, Made::one_scale>(j, m0, m1, b0, b1);
+    else if (!j.s.group) rows_in_place<I8, Made::row_scales>(j, m0, m1, b0, b1);
+    else rows_in_place<I8, Made::both_scales>(j, m0, m1, b0, b1);
+}
+
 static void grouped(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
     if (m1 - m0 > ROWS_IN_PLACE) rows_by_panels(j, m0, m1, b0, b1);
-    else if (j.s.codec == Codec::i8) rows_in_place<true>(j, m0, m1, b0, b1);
-    else rows_in_place<false>(j, m0, m1, b0, b1);
+    else if (j.s.codec == Codec::i8) few_rows<true>(j, m0, m1, b0, b1);
+    else few_rows<false>(j, m0, m1, b0, b1);
 }
 
 static void linear_grouped(const Rows& x, int64_t m0, int64_t m1, const Slice& s, int64_t b0, int64_t b1, const Mat& out, const float* bias) {
