@@ -23,6 +23,8 @@ from ork.engine.sampling import SamplingParams
 from ork.engine.session import Engine, Session, Stats
 from ork.engine.speculative import DEFAULT_MOST, check_most
 from ork.errors import OrkError, PackError, UsageError
+from ork.measure.compare import Comparison, Perplexity
+from ork.measure.perplexity import Running, compare, same_text, score
 from ork.npu.kernel import Kernel
 from ork.ops import Ops
 from ork.pack.notes import write_note
@@ -197,6 +199,24 @@ class LoadedModel:
     def logits(self, tokens: Seq[int], chunk: int = 512) -> npt.NDArray[np.float32]:
         """Logits f32 [len(tokens), vocab] after each token."""
         return self.engine.logits(tokens, chunk)
+
+    def perplexity(self, text: str, *, context: int = 512, chunks: int | None = None) -> Perplexity:
+        """Perplexity on a text as `ork ppl` counts it (docs/measuring.md), in chunks of `context` tokens.
+
+        Raises UsageError for a text too short for one chunk, or a `context` beyond the one loaded.
+        """
+        cut = same_text([self.tokenizer], text, context, chunks)
+        return score(Running(self.engine, cut), cut).summary()
+
+    def compare(
+        self, reference: LoadedModel, text: str, *, context: int = 512, chunks: int | None = None
+    ) -> Comparison:
+        """This model against a reference on a text: KL divergence, agreement, perplexity ratio; else as `perplexity`.
+
+        Raises UsageError too if the two make different tokens of the text.
+        """
+        cut = same_text([reference.tokenizer, self.tokenizer], text, context, chunks)
+        return compare(Running(reference.engine, cut), Running(self.engine, cut), cut).summary()
 
     def close(self) -> None:
         if isinstance(self.draft, LoadedModel):

@@ -190,3 +190,14 @@ def test_a_model_that_overflows_is_told(load: Load, tmp_path: Path) -> None:
     chunks = cut(model.tokenizer, LETTERS, 8)
     with pytest.raises(OrkError, match="chunk 1: the model's logits are not finite"):
         score(Running(model.engine, chunks), chunks)
+
+
+def test_the_python_api(load: Load) -> None:
+    model, reference = load(), load(codec="f32")
+    chunks = cut(model.tokenizer, LETTERS * 6, 32)
+    assert model.perplexity(LETTERS * 6, context=32) == score(Running(model.engine, chunks), chunks).summary()
+    found = model.compare(reference, LETTERS * 6, context=32, chunks=2)
+    assert found.tokens == 30
+    assert found.kl > 0
+    with pytest.raises(UsageError, match="longer than the context of 64"):
+        model.perplexity(LETTERS * 9, context=128)
