@@ -18,7 +18,7 @@ from ork.emulator.kernel import EmulatedKernel
 from ork.errors import SubmitFailed
 from ork.npu.chain import Step
 from ork.npu.driver import Npu
-from ork.npu.jobs import Int8Job
+from ork.npu.jobs import Int4Job, Int8Job
 from ork.npu.matmul import MatmulShape, plan, program
 from ork.npu.plan import KINDS
 from ork.npu.product import multiply, pack_rows
@@ -219,13 +219,12 @@ def test_a_moved_weight_is_used_and_a_reloaded_one(npu: Npu) -> None:
 
 
 def values(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> Array:
-    """Values whose products and sums are exact: all of int8; fp16 integers up to 8; int4 that cannot pass int16."""
+    """Values whose products and sums are exact: all of int8; fp16 integers up to 8; int4 within +-7."""
     if kind == "int8":
         return rng.integers(-128, 128, shape, dtype=np.int8)
     if kind == "fp16":
         return rng.integers(-8, 9, shape).astype(np.float16)
-    most = 8 if shape[1] < 512 else 2  # 512 * 64 = 2^15
-    return rng.integers(-most, most if most == 8 else most + 1, shape).astype(np.int8)
+    return rng.integers(-7, 8, shape).astype(np.int8)
 
 
 @settings(max_examples=40)
@@ -244,6 +243,52 @@ def test_random_shapes_are_exact_in_all_precisions(data: st.DataObject) -> None:
     assert np.array_equal(found, exact(a, b))
     assert kernel.report.violations == []
     assert kernel.stats.live_buffers == 0
+
+
+@pytest.mark.parametrize(("M", "K"), [(1, 6400), (17, 1280), (3, 640)])
+def test_int4_sums_of_the_largest_codes_do_not_overflow(npu: Npu, M: int, K: int) -> None:
+    """49 x 640 fits int16, 49 x 672 does not: K slices are cut there, and added as int32."""
+    a, b = np.full((M, K), 7, np.int8), np.full((64, K), -7, np.int8)
+    b[:32] = 7
+    found = multiply(npu, a, b, "int4")
+    assert (found[:, :32] == 49 * K).all()
+    assert (found[:, 32:] == -49 * K).all()
+
+
+def test_int4_jobs_run_in_one_chain(npu: Npu) -> None:
+    """Two K slices of one matrix as jobs: where rows, weights and batches of results lie, written down here."""
+    rng = np.random.default_rng(11)
+    M, K, N, ks = 21, 1280, 128, 640
+    a, b = values("int4", rng, (M, K)), values("int4", rng, (N, K))
+    rows, weights, out = (npu.buffer(1 << 18) for _ in range(3))
+    jobs = []
+    for s, k in enumerate(range(0, K, ks)):
+        packed = pack_rows("int4", a[:, k : k + ks])
+        for m in range(M):  # twice as far apart as they are long
+            start = (s * M + m) * ks
+            rows.array[start : start + ks // 2] = packed[m]
+        block = np.ascontiguousarray(b[:, k : k + ks].reshape(N // 64, 64, ks // 32, 32).transpose(0, 2, 1, 3))
+        size = N * ks // 2
+        weights.array[s * size : (s + 1) * size] = pack_rows("int4", block.reshape(-1, 32)).reshape(-1)
+        jobs.append(
+            Int4Job(rows, weights, out, M, ks, N, a_offset=s * M * ks, weights_offset=s * size, out_offset=s << 17)
+        )
+    for buffer in (rows, weights):
+        buffer.sync_to_device()
+    prepared = npu.prepare(jobs)
+    npu.submit(prepared.chain)
+    out.sync_from_device()
+    total = np.zeros((M, N), np.int64)
+    for job in jobs:
+        at = job.out_offset
+        for m, count in ((0, 16), (16, 5)):  # at most 16 rows a program
+            results = out.array[at : at + 8 * count * N].view(np.int16).reshape(N // 64, count, 4, 64)[:, :, 0]
+            total[m : m + count] += results.transpose(1, 0, 2).reshape(count, N)
+            at += 8 * count * N
+        assert at - job.out_offset == job.out_bytes
+        del results
+    assert np.array_equal(total, exact(a, b))
+    prepared.free()
 
 
 def test_odd_counts_of_channels_are_exact(npu: Npu) -> None:

@@ -16,12 +16,13 @@ from ork.npu.buffers import DmaBuffer
 from ork.npu.chain import CHAIN_LIMIT, Chain, Step
 from ork.npu.driver import Npu
 from ork.npu.matmul import program
-from ork.npu.plan import KINDS, Form, MatmulShape, Tile, plan
+from ork.npu.plan import INT4_SAFE_K, KINDS, Form, MatmulShape, Tile, int4_slice, plan
 
 Array = npt.NDArray[Any]
 
 CODECS = {"int8": "i8", "fp16": "f16", "int4": "i4"}  # the pack codec whose tiles a kind reads
-SUMS: dict[str, Any] = {"int8": np.int32, "fp16": np.float32, "int4": np.int16}
+SUMS: dict[str, Any] = {"int8": np.int32, "fp16": np.float32, "int4": np.int16}  # as programs leave them
+TOTALS: dict[str, Any] = {**SUMS, "int4": np.int32}  # of K slices
 LINE = 64  # outputs of programs that may run at once start on cache lines of their own
 
 
@@ -48,14 +49,16 @@ def multiply(
     unproven: bool = False,
     timeout_ms: int | None = None,
 ) -> Array:
-    """`a [M, K] @ b [N, K].T` as int32, float32 or int16 [M, N], K slices added in ascending order.
+    """`a [M, K] @ b [N, K].T` as int32 or float32 [M, N], K slices added in ascending order.
 
     Values must fit the kind (int8, float16, -8..7). K is padded to 32 and N to 64 with zeros here; `ks` defaults to
-    `tiles.ks_of`. int16 sums of one K slice that overflow are unspecified. Raises what `plan` and the driver raise.
+    `tiles.ks_of`, and for int4 to what int16 sums of codes within +-7 cannot overflow; if they do overflow in a K slice
+    they are unspecified. Raises what `plan` and the driver raise.
     """
     (M, K), N = a.shape, b.shape[0]
     Kp, Np = tiles.pad_k(K), tiles.pad_n(N)
-    ks = tiles.ks_of(Kp) if ks is None else ks
+    if ks is None:
+        ks = int4_slice(Kp, INT4_SAFE_K) if kind == "int4" else tiles.ks_of(Kp)
     a = np.pad(a, ((0, 0), (0, Kp - K)))
     b = np.pad(b, ((0, Np - N), (0, Kp - K))).astype(tiles.CODECS[CODECS[kind]].dtype)
     todo = plan(MatmulShape(M, Kp, Np, kind), npu.soc, ks=ks, unproven=unproven)
@@ -86,7 +89,7 @@ def multiply(
         chains += [npu.chain(steps[i : i + run]) for i in range(0, len(steps), run)]
         npu.run(chains, cores=cores, blocking=blocking, timeout_ms=timeout_ms)
         target.sync_from_device()
-        out = np.zeros((M, Np), SUMS[kind])
+        out = np.zeros((M, Np), TOTALS[kind])
         for t, p, at in zip(todo, programs, starts):
             raw = target.array[at : at + p.operands["output"].nbytes].view(SUMS[kind])
             out[t.m0 : t.m1, t.n0 : t.n1] += _rows_of(t, raw)
