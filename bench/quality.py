@@ -3,11 +3,11 @@
     python bench/quality.py [MODEL ...] [--chunks 80] [--threads 2] [--on-grid] [--sweep] [--no-speed] [--json FILE]
 
 Every quantiser starts from the same float model: the GGUF with the noise its own rounding took (`fair_reference.py`),
-in F16; with `--on-grid`, from the GGUF itself, whose weights lie on ggml's grids: there ggml's quantisers find their own
-codes again. The reference is that float model in ork (products in f32), which all programs are compared with, token by
-token, on the same text: Persuasion by Jane Austen, in chunks of 512 whose second halves are scored. KV caches are f32.
-ggml's files are made and run by llama.cpp, its activations quantised as it does. Recipes that calibrate do so on
-the text that ork brings along, which is another one. `--sweep` adds `--target-bpw` from 4.25 to 8.5.
+in F16; with `--on-grid`, from the GGUF itself, whose weights lie on ggml's grids: there ggml's quantisers find their
+own codes again. The reference is that float model in ork (products in f32), which all programs are compared with,
+token by token, on the same text: Persuasion by Jane Austen, in chunks of 512 whose second halves are scored. KV caches
+are f32. ggml's files are made and run by llama.cpp, its activations quantised as it does. Recipes that calibrate do so
+on the text that ork brings along, which is another one. `--sweep` adds `--target-bpw` from 4.25 to 8.5.
 
 `bytes` are those of all matrices with their scales, over whose weights bpw is counted. Speed is prefill of 512
 and decode of 128 tokens as in `peers.py`, by turns on an idle machine.
