@@ -13,7 +13,7 @@ from ork.api import LoadedModel
 from ork.build import calibrate
 from ork.build.calibrate import convert_calibrated
 from ork.build.convert import convert
-from ork.errors import UsageError
+from ork.errors import SourceError, UsageError
 from ork.pack.reader import Pack
 from ork.quant import codecs, gptq, rotation
 from ork.quant.recipe import Recipe, usual
@@ -217,6 +217,14 @@ def test_what_cannot_be_calibrated_is_refused_in_a_line(gguf: Path, tmp_path: Pa
     with pytest.raises(UsageError, match="looks at a text"):
         plainly(gguf, target, RECIPE)
     assert not list(tmp_path.glob("x.orkpack*"))
+
+
+def test_a_model_that_overflows_on_the_text_is_refused(tmp_path: Path) -> None:
+    tensors = tiny.random_tensors("llama")
+    tensors["blk.1.ffn_norm.weight"] = np.full(64, 1e25, np.float32)
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata("llama"), tensors)
+    with pytest.raises(SourceError, match=r"tensor blk\.1\.ffn_(gate|down)\.weight: on this text .* not finite"):
+        make(source, tmp_path / "x.orkpack")
 
 
 def test_codecs_all_round(gguf: Path, tmp_path: Path) -> None:

@@ -168,5 +168,12 @@ def test_what_cannot_be_factored_is_refused() -> None:
     rows[1, 4] = np.nan
     with pytest.raises(SourceError, match="row 1"):
         gptq.gptq("i4", rows, gptq.factor(gptq.Hessian.of(np.eye(32), 32)), 32)
+    rows = np.random.default_rng(12).uniform(-3e38, 3e38, (3, 256)).astype(np.float32)
+    rows[:2] = 1
+    pairs = np.kron(
+        np.eye(128), [[1, 1e-4], [1e-4, 2e-8]]
+    )  # what the first input loses, 10,000 of the second give back
+    with pytest.raises(SourceError, match="row 2 holds values too large"):
+        gptq.gptq("i4", rows, gptq.factor(gptq.Hessian.of(pairs, 256), damping=0), 32)
     with pytest.raises(ValueError, match="does not round"):
         gptq.gptq("f16", rows[:1], gptq.factor(gptq.Hessian.of(np.eye(32), 32)))

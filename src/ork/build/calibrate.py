@@ -48,6 +48,7 @@ from ork.pack.file import SliceFile, aligned
 from ork.pack.plan import PackPlan, TensorPlan
 from ork.pack.writer import PackWriter
 from ork.quant import gptq, rotation
+from ork.quant.codecs import BadRow
 from ork.quant.recipe import Recipe
 from ork.residency.stream import Stream
 from ork.sources.base import Source
@@ -285,7 +286,7 @@ class _Run:
             try:
                 made = gptq.factor(hessian, self.pool)
             except FloatingPointError as error:
-                raise SourceError(f"{self.source.path}: {part.names[0]}: on this text {error}") from None
+                raise SourceError(f"{self.source.path}: tensor {part.names[0]}: on this text {error}") from None
             del hessian
             entries = [entry for name in part.names for entry in self.to_do(name)]
             self.each(partial(self.round_slice, made), entries)
@@ -298,7 +299,10 @@ class _Run:
         rows = rotation.rotate_rows(self.float.read(item.name, n0, min(n1, N)), K, choice.rotation)
         importance = importance_of(item, choice, self.aids)
         search = "mse" if choice.search == "importance" and importance is None else choice.search
-        q = gptq.gptq(item.codec, rows, made, item.group, search=search, importance=importance)
+        try:
+            q = gptq.gptq(item.codec, rows, made, item.group, search=search, importance=importance)
+        except BadRow as bad:
+            raise SourceError(f"{self.source.path}: tensor {item.name}, row {n0 + bad.row} {bad.why}") from None
         self.writer.write(entry, blob_of(self.work.plan.layout(entry), q))
 
     def each(self, work: Callable[[int], None], entries: list[int]) -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ork import native
 from ork.quant import codecs
-from ork.quant.codecs import Quantised
+from ork.quant.codecs import BadRow, Quantised
 
 F32 = npt.NDArray[np.float32]
 
@@ -57,7 +57,8 @@ class Hessian:
 
         def tile(at: int) -> None:
             end = at + TILE
-            self.sum[at:, at:end] += backwards[:, at:].T @ backwards[:, at:end]
+            with np.errstate(over="ignore", invalid="ignore"):  # `factor` finds it
+                self.sum[at:, at:end] += backwards[:, at:].T @ backwards[:, at:end]
 
         _each(tile, range(0, self.K, TILE), pool)
 
@@ -132,8 +133,12 @@ def gptq(
                 groups[:, at // group] = _group_scales(codec, work[:, at:stop], peaks, plain.channel, search, part)
                 scales = groups[:, at // group].astype(np.float32) * plain.channel
             native.gptq_round(number, work, made.upper, scales, codes, errors, block, at, stop)
+            bad = np.flatnonzero(~np.isfinite(errors[:, at - block : stop - block]).all(axis=1))
+            if bad.size:
+                raise BadRow(int(bad[0]), "holds values too large to make up for their errors")
         if end < K:
-            work[:, end:] -= errors @ made.upper[block:end, end:]
+            with np.errstate(over="ignore", invalid="ignore"):  # found in the errors that follow
+                work[:, end:] -= errors @ made.upper[block:end, end:]
     return Quantised(codes, plain.channel, groups)
 
 
