@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ork.build import sensitivity
 from ork.build.imatrix import read_imatrix
 from ork.pack.format import align
 from ork.pack.reader import Pack
@@ -139,6 +140,33 @@ def test_promotion_is_on_top_of_the_recipe(ork: Ork, model: Path, text: Path, tm
     assert before < after <= before + 300_000
     assert set(plain.values()) == {"nf4"}
     assert set(promoted.values()) == {"nf4", "i8"}
+
+
+def test_measurements_serve_other_budgets(
+    ork: Ork, refused: Refused, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, file = tmp_path / "x.orkpack", tmp_path / "figures.json"
+
+    def convert(*options: object) -> tuple[object, ...]:
+        return ("convert", model, *options, "--calibrate", text, "--measurements", file, "-o", target)
+
+    assert ork(*convert("--recipe", "mixed"))[0] == 0
+    first = target.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(sensitivity, "measure", None)  # nobody calls it again
+        assert ork(*convert("--recipe", "mixed"))[0] == 0
+        assert target.read_bytes() == first
+        assert ork(*convert("--target-bpw", 5))[0] == 0
+        assert target.read_bytes() != first
+    kept = file.read_bytes()
+    assert "another model, text or rotation" in refused(*convert("--recipe", "mixed", "--rotation", "block"))
+    for wrong in (b"", b"{}", b"[1, 2", kept[:-9], kept.replace(b'"error":', b'"eror":'), b"\xff"):
+        file.write_bytes(wrong)
+        assert "figures.json: holds no measurements" in refused(*convert("--recipe", "mixed"))
+        assert file.read_bytes() == wrong
+    file.write_bytes(kept.replace(b'"error":', b'"error":-'))
+    assert "holds costs that cannot be" in refused(*convert("--recipe", "mixed"))
+    assert "--measurements goes with" in refused("convert", model, "--measurements", file)
 
 
 def test_named_tensors_keep_what_they_were_given(ork: Ork, model: Path, text: Path, tmp_path: Path) -> None:

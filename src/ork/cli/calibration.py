@@ -29,6 +29,9 @@ def add_allocation(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--promote-budget", type=float, metavar="MB", help="int8 for the tensors of a 4-bit recipe that need it most"
     )
+    sub.add_argument(
+        "--measurements", type=Path, metavar="FILE", help="keep what is measured in this file; read it if it is there"
+    )
 
 
 def calibration(file: Path | None) -> tuple[str, str]:
@@ -56,6 +59,8 @@ def measured(args: argparse.Namespace) -> bool:
             raise UsageError("--promote-budget is on top of a 4-bit recipe: mixed and small have a budget of their own")
         return True
     by_budget = named or args.target_bpw is not None
+    if args.measurements is not None and not by_budget:
+        raise UsageError("--measurements goes with a recipe that is found by measuring: mixed, small or --target-bpw")
     if by_budget and (args.group or args.act_group or args.tiers_from):
         raise UsageError("--group, --act-group and --tiers-from do not go with a recipe that is found by measuring")
     return by_budget
@@ -64,6 +69,7 @@ def measured(args: argparse.Namespace) -> bool:
 def measured_recipe(args: argparse.Namespace, source: Source) -> Recipe:
     """The recipe for the budget that the options name, and a line about it."""
     from ork.build.convert import check_requantised
+    from ork.build.measurements import load, save, subject_of
     from ork.build.sensitivity import calibration_tokens, measure
     from ork.quant.recipe import builtin, tensor_type
     from ork.text.tokenizer import Tokenizer, build_tokenizer
@@ -75,10 +81,16 @@ def measured_recipe(args: argparse.Namespace, source: Source) -> Recipe:
     text, name = calibration(args.calibrate)
     tokens = calibration_tokens(Tokenizer.load(build_tokenizer(source.metadata)), text)
     mode = "none" if args.no_rotate else args.rotation or DEFAULT_ROTATION
-    with step_bar("measuring") as progress:
-        found = measure(
-            source, tokens, mode=mode, threads=args.threads, max_ram=parse_size(args.max_ram), progress=progress
-        )
+    file = args.measurements
+    subject = subject_of(source, tokens, mode) if file else ""
+    found = load(file, subject) if file else None
+    if found is None:
+        with step_bar("measuring") as progress:
+            found = measure(
+                source, tokens, mode=mode, threads=args.threads, max_ram=parse_size(args.max_ram), progress=progress
+            )
+        if file:
+            save(file, subject, found)
     if args.promote_budget is not None:
         allocation = found.promote(base, int(args.promote_budget * 1e6))
     elif args.target_bpw is not None:

@@ -1,0 +1,73 @@
+"""Measurements in a file, so that another budget needs no other measuring: JSON, of one model on one text."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import xxhash
+
+from ork.build.allocate import Measured, Measurements
+from ork.build.convert import plan_pack
+from ork.build.layerwise import I32
+from ork.errors import StorageError, UsageError
+from ork.quant.recipe import builtin
+from ork.sources.base import Source
+
+MEASURING: Final = 1  # counts the changes of what is measured on the same model and text
+MAX_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`subject` tells apart models, texts and rotations."""
+
+    subject: str
+    measurements: Measurements
+
+
+def subject_of(source: Source, tokens: I32, mode: str) -> str:
+    """xxh3-128 (hex) of what a pack's provenance says of its source, the tokens and the rotation."""
+    provenance = plan_pack(source, builtin("f32"), tokenizer=b"").sections["provenance"]
+    return xxhash.xxh3_128_hexdigest(repr((MEASURING, provenance, tokens.shape, tokens.tobytes(), mode)).encode())
+
+
+def load(path: Path, subject: str) -> Measurements | None:
+    """What the file holds of `subject`; None if there is no file.
+
+    Raises UsageError for one that holds something else, which is never overwritten.
+    """
+    try:
+        with path.open("rb") as f:
+            data = f.read(MAX_BYTES + 1)
+        kept = msgspec.json.decode(data, type=Kept)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise UsageError(f"{path}: holds no measurements; name another file") from None
+    if not all(_usable(t) for t in kept.measurements.tensors):
+        raise UsageError(f"{path}: holds costs that cannot be; name another file")
+    if kept.subject != subject:
+        raise UsageError(f"{path}: measured on another model, text or rotation; name another file")
+    return kept.measurements
+
+
+def _usable(t: Measured) -> bool:
+    return min(t.shape) > 0 and bool(t.options) and all(o.nbytes > 0 and o.error >= 0 for o in t.options)
+
+
+def save(path: Path, subject: str, measurements: Measurements) -> None:
+    """Raises StorageError."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(msgspec.json.encode(Kept(subject, measurements)))
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise StorageError(f"{path}: {error.strerror}") from None
