@@ -4,7 +4,10 @@
 //   test_kernels --isa X   the groups' hashes under one instruction set; exit 1 if it does not run here
 #include <algorithm>
 #include "test_attention.h"
+#include "test_grouped.h"
+#include "test_npu.h"
 #include "test_reference.h"
+#include "test_quant.h"
 #include "test_score.h"
 #include "test_rows.h"
 #include "test_threads.h"
@@ -55,32 +58,6 @@ void linear_i8(const Kernels& k, Trace& t) {
                         t.close(biased.at(m, 64 + c), m >= M / 2 && c >= 32 ? y + bias[64 + c] : POISON, 0, "biased", m * s.n + c);
                     }
             }
-}
-
-void scale_sums(const Kernels& k, Trace& t) {
-    for (int64_t count : {1, 2, 5})
-        for (int64_t n : {16, 64, 144}) {
-            Random r(count * 1000 + n);
-            const int64_t M = 5, pitch = n + 8;
-            std::vector<std::vector<int32_t>> sums((size_t)count, std::vector<int32_t>((size_t)(M * pitch)));
-            std::vector<const int32_t*> parts;
-            for (auto& p : sums) { for (int32_t& v : p) v = (int32_t)r.bits() >> 4; parts.push_back(p.data()); }
-            const std::vector<float> a = floats(r, M, 0.5f, 0.4f), w = floats(r, n, 0.02f, 0.01f), bias = floats(r, 16 + n, 0.0f, 9.0f);
-            Matrix plain(M, 16 + n, POISON), biased(M, 16 + n, POISON);
-            t.at("scale_sums parts=%d n=%d", (int)count, (int)n);
-            k.scale_sums(parts.data(), count, pitch, 0, M, a.data(), w.data(), 16, n, plain.mat(), nullptr);
-            k.scale_sums(parts.data(), count, pitch, 1, 4, a.data(), w.data(), 16, n, biased.mat(), bias.data());
-            t.record(plain.v);
-            t.record(biased.v);
-            for (int64_t i = 0; t.oracle && i < M * n; i++) {
-                const int64_t m = i / n, c = i % n;
-                int64_t sum = 0;
-                for (auto& p : sums) sum += p[m * pitch + c];
-                const float y = (float)sum * (a[m] * w[c]);
-                t.close(plain.at(m, 16 + c), y, 0, "row", i);
-                t.close(biased.at(m, 16 + c), m >= 1 && m < 4 ? y + bias[16 + c] : POISON, 0, "biased", i);
-            }
-        }
 }
 
 void linear_f32(const Kernels& k, Trace& t) {
@@ -264,8 +241,8 @@ void functions(Trace& t) {
 // --- groups -----------------------------------------------------------------------------------------------------------------
 
 struct Group { const char* name; void (*run)(const Kernels&, Trace&); };
-constexpr Group GROUPS[] = {{"linear_i8", linear_i8}, {"scale_sums", scale_sums}, {"linear_f32", linear_f32}, {"linear_f16", linear_f16}, {"quantise", quantise}, {"rotate", rotate}, {"norms", norms}, {"rope", rope}, {"elementwise", elementwise},
-                            {"softmax", softmax}, {"score", score}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"yardsticks", yardsticks}, {"ops", ops}};
+constexpr Group GROUPS[] = {{"linear_i8", linear_i8}, {"grouped", linear_grouped}, {"inflate", inflate}, {"scale_partial_sums", scale_partial_sums}, {"retile", retile}, {"linear_f32", linear_f32}, {"linear_f16", linear_f16}, {"quantise", quantise}, {"rotate", rotate}, {"norms", norms}, {"rope", rope}, {"elementwise", elementwise},
+                            {"softmax", softmax}, {"score", score}, {"quantise_weights", quantise_weights}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"yardsticks", yardsticks}, {"ops", ops}};
 
 bool report(const char* group, const char* isa, const Trace& t) {   // "group isa ok digest", or "group isa FAILED why"
     const bool ok = t.failure.empty();
