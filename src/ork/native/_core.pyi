@@ -151,9 +151,6 @@ def accumulate_at(a: int, pitch: int, M: int, K: int, w: int, N: int, out: int, 
     """Exact sums i32 [M, N] at `out`, rows `out_pitch` elements apart, of int8 rows [M, K] at `a`, `pitch` bytes
     apart, with a weight block [N/32][K/32][32][32] at `w`: for the emulator, which checks the addresses."""
 
-def scale_sums(parts: list[int], pitch: int, rows: QuantisedRows, slice: Slice, out: Array, bias: Array | None) -> None:
-    """What `linear` does with its sums, for i32 [M, n] at the addresses `parts`, which are added up first."""
-
 def copy_codes(rows: QuantisedRows, to: int) -> None:
     """Copies the int8 rows [rows, width] to an address that the caller owns."""
 

@@ -333,14 +333,6 @@ void bind_kernels(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         op_accumulate_at((const int8_t*)a, pitch, M, K, (const uint8_t*)w, N, (int32_t*)out, out_pitch);
     });
-    m.def("scale_sums", [](const std::vector<uintptr_t>& parts, int64_t pitch, const QuantisedRows& rows, const Slice& s, Array& out, const Array* bias) {
-        require(!parts.empty() && pitch >= s.n && out.rows == rows.M && s.n0 + s.n <= out.stride && is_quantised(s.codec) && rows.group == 0, "sums do not fit the slice");
-        require(!bias || s.n0 + s.n <= bias->stride, "bias does not fit the slice");
-        std::vector<const int32_t*> p;
-        for (uintptr_t x : parts) p.push_back((const int32_t*)x);
-        nb::gil_scoped_release unlocked;
-        op_scale_sums(p, pitch, rows.view(), s.scales, s.n0, s.n, out.mat(), bias ? bias->mat().data : nullptr);
-    }, nb::arg("parts"), nb::arg("pitch"), nb::arg("rows"), nb::arg("slice"), nb::arg("out"), nb::arg("bias").none());
     m.def("copy_codes", [](const QuantisedRows& rows, uintptr_t to) { std::memcpy((void*)to, rows.codes, (size_t)(rows.M * rows.Kp)); });
     m.def("quantise", [](const Array& x, const Array* signs, int64_t block, int64_t group, const Array* mix, int limit) {
         const Rotation r = rotation_of(signs, block, x.cols, mix);

@@ -115,9 +115,6 @@ struct Kernels {
     // out[m][n0 + n] = float(sum_k a[m][k] * w[k][n]) * (scale_a[m] * scale_w[n]) (+ bias), groups [g0, g1) of 32 columns
     void (*linear_i8)(const Rows&, int64_t m0, int64_t m1, const Slice&, int64_t g0, int64_t g1, const Mat& out, const float* bias);
     void (*accumulate_i8)(const Rows&, const Slice&, int64_t g0, int64_t g1, int32_t* out, int64_t stride);
-    // The second half of linear_i8 for sums that were made elsewhere: parts[i][m][c] added up, then scaled as there.
-    void (*scale_sums)(const int32_t* const* parts, int64_t count, int64_t pitch, int64_t m0, int64_t m1, const float* scales_a, const float* scales_w,
-                       int64_t n0, int64_t n, const Mat& out, const float* bias);
     // What linear_i8, or linear_grouped where rows have groups, makes of sums that were made elsewhere.
     void (*scale_partial_sums)(const PartialSums&, int64_t m0, int64_t m1, const Rows&, const Slice&, const Mat& out, const float* bias);
     void (*linear_f32)(const Mat& x, int64_t m0, int64_t m1, const Slice&, int64_t g0, int64_t g1, const Mat& out, const float* bias);

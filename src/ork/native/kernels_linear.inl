@@ -49,21 +49,6 @@ static void accumulate_i8(const Rows& x, const Slice& s, int64_t g0, int64_t g1,
         });
 }
 
-static void scale_sums(const int32_t* const* parts, int64_t count, int64_t pitch, int64_t m0, int64_t m1, const float* scales_a, const float* scales_w,
-                       int64_t n0, int64_t n, const Mat& out, const float* bias) {
-    for (int64_t m = m0; m < m1; m++) {
-        const V16 scale = vset(scales_a[m]);
-        float* o = out.data + m * out.stride + n0;
-        for (int64_t c = 0; c < n; c += 16) {
-            I16 sum = iload(parts[0] + m * pitch + c);
-            for (int64_t i = 1; i < count; i++) sum = iadd(sum, iload(parts[i] + m * pitch + c));
-            V16 y = vmul(vfloat(sum), vmul(scale, vload(scales_w + c)));
-            if (bias) y = vadd(y, vload(bias + n0 + c));
-            vstore(o + c, y);
-        }
-    }
-}
-
 // f32: vectorised across outputs, K ascending, one fma an element.
 template <int MR> static inline void f32_panel(const Mat& x, int64_t m, const Slice& s, int64_t g, const Mat& out, const float* bias) {
     const int64_t n = s.n0 + g * 32;

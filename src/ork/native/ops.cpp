@@ -149,13 +149,6 @@ void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, cons
     parallel_runs(N / GROUP_I8, [&](int64_t b, int64_t e, int) { k->accumulate_i8(view, slice, b, e, out, out_pitch); });
 }
 
-void op_scale_sums(const std::vector<const int32_t*>& parts, int64_t pitch, const Rows& rows, const float* scales, int64_t n0, int64_t n, const Mat& out, const float* bias) {
-    const Kernels* k = kernels();
-    by_rows(rows.M, n, [&](int64_t b, int64_t e) {
-        k->scale_sums(parts.data(), (int64_t)parts.size(), pitch, b, e, rows.scales, scales, n0, n, out, bias);
-    });
-}
-
 // --- rows -------------------------------------------------------------------------------------------------------------------
 
 void op_quantise(const Mat& x, const Rotation& r, int limit, QuantisedRows& out) {

@@ -80,7 +80,6 @@ void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& job
 void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t stride);
 // Sums of int8 rows `pitch` apart with one weight block [N/32][K/32][32][32], for the emulator: out[m][n], rows out_pitch apart.
 void op_accumulate_at(const int8_t* a, int64_t pitch, int64_t M, int64_t K, const uint8_t* w, int64_t N, int32_t* out, int64_t out_pitch);
-void op_scale_sums(const std::vector<const int32_t*>& parts, int64_t pitch, const Rows& rows, const float* scales, int64_t n0, int64_t n, const Mat& out, const float* bias);
 void op_quantise(const Mat& x, const Rotation& rotation, int limit, QuantisedRows& out);
 // 4-bit codes [runs][tiles][64][32] -> int8 [2 runs][tiles][32][32].
 void op_inflate(Codec codec, const uint8_t* src, int64_t runs, int64_t tiles, int8_t* dst);
