@@ -65,7 +65,7 @@ def quality_rows(note: Any) -> dict[str, str]:
             "ratio": f"{note['ratio']:.5f} ± {note['ratio_error']:.5f}",
             "KL": f"{note['kl']:.6f} ± {note['kl_error']:.6f} nats, 99.9 %: {note['kl_999']:.4f}",
             "same top token": f"{100 * note['top1']:.2f} ± {100 * note['top1_error']:.2f} %",
-            "on": f"{note['tokens']} predictions, chunks of {note['context']}, text {str(note['text'])[:40]}",
+            "on": f"{note['tokens']} predictions, chunks of {note['context']}, text {str(note['text'])[:19]}",
         }
     except (KeyError, TypeError, ValueError):  # notes are what somebody wrote
         return {}
