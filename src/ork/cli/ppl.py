@@ -30,6 +30,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--base", type=Path, metavar="FILE", help="the reference is a file of --save-base")
     sub.add_argument("--kv", choices=("f16", "f32"), help="element type of the KV cache (default: f16, f32 for f32)")
     add_conversion(sub)
+    sub.add_argument("--w4a4", action="store_true", help="4-bit rows for MODEL's i4 weights, as in ork run")
     sub.add_argument("--json", action="store_true", help="one JSON object")
     add_device(sub)
     add_window(sub)
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     path = converted(resolve(args.model), args)
     other = converted(resolve(args.against), args, "f32") if args.against else None
     with contextlib.ExitStack() as stack:
-        model = stack.enter_context(opened(path, args, options=options))
+        model = stack.enter_context(opened(path, args, options={**options, "w4a4": args.w4a4}))
         models = [model]
         if other:
             models.append(stack.enter_context(opened(other, args, options=options)))

@@ -81,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
     check_most(args.draft_max)
     check_threads(args.threads)
     window_options(args)
-    if args.w4a4 and not args.json:
-        say("W4A4: the chip multiplies int4 by int4 alone, so rows lose four bits too; without --w4a4 they keep eight")
     sampling = {
         "temperature": args.temp,
         "top_k": args.top_k,
@@ -148,6 +146,8 @@ def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[Lo
             unproven=args.unproven,
             **window_options(args),
         ) as model:
+            if args.w4a4 and not args.json:
+                say("W4A4: the chip multiplies int4 by int4 alone, so rows have four bits; they have eight without it")
             if not args.json:
                 say_ready(model)
             if draft is not None:
