@@ -143,24 +143,44 @@ def _tensor(name: str, K: int, columns: int) -> TensorSpec:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([32, 256, 1024, 4096]), st.integers(1, 4)), min_size=1, max_size=8),
+    st.lists(st.tuples(st.sampled_from([32, 256, 1024, 4096]), st.integers(1, 9)), min_size=1, max_size=8),
     st.integers(1, 3),
-    st.integers(0, 600),
+    st.integers(0, 2400),
+    st.booleans(),
 )
-def test_a_window_keeps_the_longest_prefix_that_leaves_room_for_the_slots(
-    shapes: list[tuple[int, int]], cores: int, extra: int
+def test_a_window_keeps_the_first_tensor_and_slices_all_along_the_order(
+    shapes: list[tuple[int, int]], cores: int, extra: int, even: bool
 ) -> None:
     tensors = [_tensor(f"t{i}", K, 64 * n) for i, (K, n) in enumerate(shapes)]
-    sizes = [align(t.blob_bytes(i)) for t in tensors for i in range(len(t.slices))]
-    keys = [(t.name, i) for t in tensors for i in range(len(t.slices))]
-    window = (cores + 1) * max(sizes) + 4096 * extra
-    plan = plan_window(tensors, window, cores, blob_bytes)
-    assert [*plan.pinned, *plan.streamed] == keys
+    sizes = {(t.name, i): align(t.blob_bytes(i)) for t in tensors for i in range(len(t.slices))}
+    largest = max(sizes.values())
+    window = (cores + 1) * largest + 4096 * extra
+    plan = plan_window(tensors, window, cores, blob_bytes, even=even)
+    assert sorted([*plan.pinned, *plan.streamed]) == sorted(sizes)
+    assert sorted(plan.pinned) == list(plan.pinned)
+    assert sorted(plan.streamed) == list(plan.streamed)
+    assert plan.pinned_bytes == sum(sizes[key] for key in plan.pinned)
     assert plan.mapped_bytes <= window
-    if sum(sizes) <= window:
+    if sum(sizes.values()) <= window:
         assert not plan.streamed
         return
-    assert plan.slots == cores + 1
-    assert plan.slot_bytes == max(sizes[len(plan.pinned) :])
-    for longer in range(len(plan.pinned) + 1, len(keys)):
-        assert sum(sizes[:longer]) + plan.slots * max(sizes[longer:]) > window
+    assert plan.slots >= cores + 1
+    assert plan.slot_bytes == largest
+    assert plan.slots == cores + 1 or plan.slots * largest <= window // 8
+    assert cores <= plan.batch < plan.slots
+    room = window - plan.slots * largest
+    assert plan.pinned_bytes > room - 2 * largest
+    head = sum(size for key, size in sizes.items() if key[0] == "t0")
+    kept = {key: size for key, size in sizes.items() if key in plan.pinned}
+    assert sum(size for key, size in kept.items() if key[0] == "t0") > min(head, room) - largest
+    if not even:
+        first = next(key for key in sizes if key not in kept)
+        assert sum(size for key, size in kept.items() if key < first) > room - largest
+        return
+    rest, seen = sum(sizes.values()) - head, 0
+    for key, size in sizes.items():  # of every stretch of the order as large a part stays as of all of it
+        if key[0] != "t0":
+            seen += size
+            share = max(0, room - head) * seen / rest
+            stays = sum(s for k, s in kept.items() if k[0] != "t0" and k <= key)
+            assert share - 2 * largest < stays <= share + largest

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ork.errors import NpuError, OrkError, PackDamaged, StorageError, UsageError
+from ork.residency import cache
 from ork.residency.cache import Key
 from ork.residency.prefetch import JUDGED
 from ork.residency.stream import Stream, TensorSpec
@@ -99,9 +101,9 @@ orders = st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=3),
 
 
 @settings(max_examples=60)
-@given(sizes, orders, st.integers(1, 3), st.integers(0, 8), st.booleans())
+@given(sizes, orders, st.integers(1, 3), st.integers(0, 8), st.booleans(), st.sampled_from([1, 2, 8]))
 def test_any_order_of_ops(
-    sizes: list[int], ops: list[tuple[list[int], int]], cores: int, more: int, prefetch: bool
+    sizes: list[int], ops: list[tuple[list[int], int]], cores: int, more: int, prefetch: bool, share: int
 ) -> None:
     """Out of order, repeated, given up half-way: the bytes are right, the room is kept to, the counts add up."""
     tensors = [tensor(f"t{i}", n) for i, n in enumerate(sizes)]
@@ -120,7 +122,8 @@ def test_any_order_of_ops(
         assert w.stats.loads == len(source.reads)
         assert w.stats.moved_bytes == w.stats.loads * BLOB
 
-    within(DEADLINE, act)
+    with mock.patch.object(cache, "SLOTS_SHARE", share):  # what windows of hundreds of slices have
+        within(DEADLINE, act)
     assert device.live == w.stats.resident_bytes == 0
 
 
@@ -191,6 +194,29 @@ def test_passes_in_order_wait_for_nothing_when_loads_are_fast() -> None:
     assert w.stats.hits + w.stats.waits == 3 * 12
     w.close()
     assert source.reads[:36] == order * 3
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_large_window_has_more_slots_and_hands_out_half_of_them_at_a_time(prefetch: bool) -> None:
+    tensors = [tensor("a", 50), tensor("b", 50)]
+    w, _, _ = window(tensors, 64, cores=2, prefetch=prefetch)
+    w.reside()
+    assert w.plan is not None
+    assert (w.plan.slots, w.plan.batch) == (8, 4)
+    stay = set(w.plan.pinned)
+    most = 0
+
+    def act() -> None:
+        nonlocal most
+        for _ in range(3):
+            for _, handles in w.batches(tensors):
+                time.sleep(0.001)  # loads are faster than that
+                assert all(right(h) for h in handles)
+                most = max(most, sum(h[0] not in stay for h in handles))
+        w.close()
+
+    within(DEADLINE, act)
+    assert most == 4 if prefetch else 1 <= most <= 4
 
 
 def test_everything_fits() -> None:

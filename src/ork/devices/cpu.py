@@ -54,7 +54,8 @@ class CpuSlot:
 
 def page_room(nbytes: int) -> npt.NDArray[np.uint8]:
     """Whole pages, in huge ones where the system gives them: a product walks a slot from end to end."""
-    room = mmap.mmap(-1, align(max(1, nbytes)))
+    # private: shared memory has small pages, and takes more of the system's time when the disk writes into it
+    room = mmap.mmap(-1, align(max(1, nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         room.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(room, np.uint8)

@@ -19,6 +19,7 @@ from ork.residency.loading import load_slice
 from ork.residency.stream import SliceSource, StreamStats, TensorSpec
 
 JOIN_SHARE = 0.2  # of the time spent waiting, from where another loader joins
+LOADERS = 4  # at most: as many reads keep a disk busy
 JUDGED = 4  # times the slots: so many loads are looked at before the next one joins
 
 
@@ -109,12 +110,13 @@ class Loader:
             self._at = (self._at + 1) % len(self._order)
             return self._ready[key][0]
 
-    def give(self, key: Key) -> None:
-        """The op is done with the slice: its slot may be filled with another."""
+    def give(self, *keys: Key) -> None:
+        """The op is done with these slices: their slots may be filled with others."""
         with self._changed:
-            self._pins[key] -= 1
-            if self._pins[key] <= 0:
-                del self._pins[key]
+            for key in keys:
+                self._pins[key] -= 1
+                if self._pins[key] <= 0:
+                    del self._pins[key]
             self._changed.notify_all()
 
     def ready(self, key: Key) -> bool:
@@ -217,7 +219,8 @@ class Loader:
     def _adapt(self) -> None:
         """After a wait: another loader if those that are there cannot keep up."""
         s, (loads, waited, since) = self._stats, self._judged
-        if not self._threads or len(self._threads) >= self._slots - 1 or s.loads - loads < JUDGED * self._slots:
+        most = min(LOADERS, self._slots - 1)
+        if not self._threads or len(self._threads) >= most or s.loads - loads < JUDGED * self._slots:
             return
         now = time.perf_counter()
         if s.wait_seconds - waited > JOIN_SHARE * (now - since):

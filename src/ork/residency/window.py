@@ -81,7 +81,12 @@ class Window:
         self._placement, self._slot_domain = placement, slot_domain
 
     def _planned(self) -> WindowPlan:
-        return self.plan or plan_window(self.tensors, self.window, self.device.cores, self.device.mapped_bytes)
+        if self.plan is not None:
+            return self.plan
+        device, domain = self.device, self.device.capacity().bytes_per_domain
+        # where it takes several domains an op's slices should be in one: each change waits for the device to be idle
+        even = not domain or self.window <= domain
+        return plan_window(self.tensors, self.window, device.cores, device.mapped_bytes, even=even)
 
     def _fill(self, plan: WindowPlan) -> None:
         self.plan = plan
@@ -101,14 +106,15 @@ class Window:
                 self.device,
                 specs,
                 plan.streamed,
-                [self._make_slot(plan.slot_bytes, self._slot_domain) for _ in range(plan.slots)],
+                self._make_slots(plan),
                 self.stats,
                 self._clock,
                 threads=self._prefetch,
             )
 
-    def _make_slot(self, nbytes: int, domain: int) -> Slot:
-        return self._own(self.device.make_slot(nbytes, domain), nbytes, domain)
+    def _make_slots(self, plan: WindowPlan) -> list[Slot]:
+        slots = self.device.make_slots([plan.slot_bytes] * plan.slots, self._slot_domain)
+        return [self._own(slot, plan.slot_bytes, self._slot_domain) for slot in slots]
 
     def _own(self, slot: Slot, nbytes: int, domain: int) -> Slot:
         self._slots.append((slot, nbytes, domain))
@@ -129,6 +135,8 @@ class Window:
 
     def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
         self.reside()
+        assert self.plan is not None
+        most = self.plan.batch
         batch: Batch = ([], [])
         taken: list[Key] = []
         try:
@@ -139,8 +147,8 @@ class Window:
                     if handle is None:
                         loader = self._loader
                         assert loader is not None
-                        # one slice a core at a time; what is not ready is waited for with nothing in hand
-                        if batch[1] and (len(taken) >= self.device.cores or not loader.ready(key)):
+                        # what is not ready is waited for with nothing in hand
+                        if batch[1] and (len(taken) >= most or not loader.ready(key)):
                             yield from self._hand_out(batch, taken)
                             batch = ([], [])
                         handle = loader.take(key)
@@ -163,10 +171,9 @@ class Window:
             self._give(taken)
 
     def _give(self, taken: list[Key]) -> None:
-        while taken:
-            key = taken.pop()
-            if self._loader is not None:
-                self._loader.give(key)
+        if taken and self._loader is not None:
+            self._loader.give(*taken)
+        taken.clear()
 
     @contextmanager
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> Iterator[list[native.Slice]]:
