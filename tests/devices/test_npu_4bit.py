@@ -99,7 +99,7 @@ def test_four_bits_by_four_bits_literally(M: int, group: int) -> None:
     assert not board.report.violations
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_random_shapes(data: st.DataObject) -> None:
     int4 = data.draw(st.booleans())
