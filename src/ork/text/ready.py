@@ -1,8 +1,8 @@
 """The ready tokenizer: what a pack stores so that starting costs milliseconds, not a pass over the vocabulary.
 
 It is one msgpack map of byte arrays that are read in place. Beside the token texts it holds the merges, one per token
-at most (`vocab._merges_as_listed` says why one is enough), and an index from the hash of a text to its token, by which a
-short prompt finds the few dozen tokens that it can contain at all.
+at most (`vocab._merges_as_listed` says why one is enough), and an index from the hash of a text to its token, by which
+a short prompt finds the few dozen tokens that it can contain at all.
 """
 
 from __future__ import annotations
