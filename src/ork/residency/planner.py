@@ -40,9 +40,9 @@ class Placement:
 def arrange(stream: Streams, capacity: Capacity, *, domains: int | None = None, note: object = None) -> Placement:
     """Places what `stream` will keep on a device of that capacity, as `note` of the pack has it if that still holds.
     Raises UsageError as `plan_placement`."""
-    specs = {t.name: t for t in stream.tensors}
     keys, slot_bytes = stream.staying()
-    slices = [((name, i), align(stream.device.mapped_bytes(specs[name].slices[i]))) for name, i in keys]
+    source, device = stream.source, stream.device
+    slices = [((name, i), align(device.mapped_bytes(source.spec(name).slices[i]))) for name, i in keys]
     placement = recorded(note, slices, capacity, domains=domains, slot_bytes=slot_bytes)
     if placement is None:
         placement = plan_placement(slices, capacity, domains=domains, slot_bytes=slot_bytes)

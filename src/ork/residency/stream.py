@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +35,23 @@ class TensorSpec:
         return blob_bytes(self.slices[index])
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """The routed experts of one layer, by number. In the pack an expert's gate, up and down are neighbours."""
+
+    layer: int
+    gate: tuple[TensorSpec, ...]
+    up: tuple[TensorSpec, ...]
+    down: tuple[TensorSpec, ...]
+
+    def __len__(self) -> int:
+        return len(self.gate)
+
+    def tensors(self, expert: int) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+        """In the order in which they are computed, and lie in the file."""
+        return self.gate[expert], self.up[expert], self.down[expert]
+
+
 class SliceSource(Protocol):
     """Where slices come from: a pack, or a converter that runs ahead of the model."""
 
@@ -61,6 +79,22 @@ class SliceSource(Protocol):
 
 
 @dataclass
+class ExpertStats:
+    """Lookups of experts by layer: one for each expert that a pass of a layer needs, however many rows it gets."""
+
+    lookups: Counter[int] = field(default_factory=Counter)
+    hits: Counter[int] = field(default_factory=Counter)  # it was there, or its slices lay in place
+    loads: Counter[int] = field(default_factory=Counter)
+    moved_bytes: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all layers; 1 where nothing was looked up."""
+        lookups = self.lookups.total()
+        return self.hits.total() / lookups if lookups else 1.0
+
+
+@dataclass
 class StreamStats:
     """Since the model was loaded. Seconds are wall time; overlap is transfer time during which an op computed."""
 
@@ -78,6 +112,7 @@ class StreamStats:
     overlap_seconds: float = 0.0
     reason: str = "no window: slices are used where they lie"
     domains: dict[int, int] = field(default_factory=dict)  # bytes by domain
+    experts: ExpertStats = field(default_factory=ExpertStats)
 
     @property
     def overlap(self) -> float:
@@ -102,6 +137,8 @@ class Ready:
 
 
 Batch = tuple[list[int], list[Handle]]  # index into the op's tensors for each handle, and the handles
+ExpertHandles = tuple[list[Handle], list[Handle], list[Handle]]  # gate, up, down: the slices of one expert
+ExpertBatch = tuple[list[int], list[ExpertHandles]]  # numbers of experts, and the handles of each
 
 
 class Streams(Protocol):
@@ -110,10 +147,19 @@ class Streams(Protocol):
     source: SliceSource
     device: Device
     stats: StreamStats
-    tensors: list[TensorSpec]  # in the order of a pass; set once the model is built
+    tensors: list[TensorSpec]  # in the order of a pass, without routed experts; set once the model is built
+    expert_layers: list[ExpertLayer]  # likewise
 
     def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
         """The slices of an op's tensors, a batch at a time; a batch is pinned until the next one is asked for."""
+
+    def experts(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
+        """The experts `needed` (ascending) of a layer, in any order, a batch at a time; a batch is pinned until the
+        next one is asked for. Those that are there come first.
+
+        An expert comes whole, unless it is larger than what the window has for one: then its slices come in several
+        batches, gate and up before down, and the lists of what a batch has not are empty or shorter.
+        """
 
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
         """Host slices that hold the given columns, for embedding look-ups."""
@@ -139,10 +185,12 @@ class Stream:
         self.device = device
         self.stats = StreamStats()
         self.tensors: list[TensorSpec] = []
+        self.expert_layers: list[ExpertLayer] = []
         self._placement: Mapping[tuple[str, int], int] = {}
         self._handles: dict[str, list[Handle]] = {}
         self._looked_up: dict[tuple[str, int], native.Slice] = {}
         self._batches: dict[tuple[str, ...], Batch] = {}
+        self._experts: dict[tuple[int, int], ExpertHandles] = {}  # layer, number
         self._ready: Ready | None = None
 
     def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
@@ -162,6 +210,24 @@ class Stream:
         else:
             self.stats.hits += len(batch[1])
         yield batch
+
+    def experts(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
+        stats, before = self.stats.experts, self.stats.moved_bytes
+        handles: list[ExpertHandles] = []
+        loads = 0
+        for expert in needed:
+            held = self._experts.get((layer.layer, expert))
+            if held is None:
+                gate, up, down = layer.tensors(expert)
+                held = self._experts[layer.layer, expert] = (self.handles(gate), self.handles(up), self.handles(down))
+                loads += 1
+            handles.append(held)
+        stats.lookups[layer.layer] += len(handles)
+        stats.hits[layer.layer] += len(handles) - loads
+        stats.loads[layer.layer] += loads
+        stats.moved_bytes[layer.layer] += self.stats.moved_bytes - before
+        if handles:
+            yield list(needed), handles
 
     def rows(self, tensor: TensorSpec, columns: npt.NDArray[np.int32]) -> AbstractContextManager[list[native.Slice]]:
         if tensor.name in self._handles or any(t.name == tensor.name for t in self.tensors):
@@ -234,7 +300,11 @@ class Stream:
             self.stats.resident(-self.device.mapped_bytes(tensor.slices[i]), self._placement.get((tensor.name, i), 0))
 
     def staying(self) -> tuple[list[tuple[str, int]], int]:
-        return [(t.name, i) for t in self.tensors if self.device.copies(t.slices[0]) for i in range(len(t.slices))], 0
+        return [(t.name, i) for t in self._all() if self.device.copies(t.slices[0]) for i in range(len(t.slices))], 0
+
+    def _all(self) -> list[TensorSpec]:
+        """Experts too, in the order of a pass."""
+        return with_experts(self.tensors, self.expert_layers)
 
     def place(self, placement: Mapping[tuple[str, int], int], slot_domain: int) -> None:
         self._placement = placement
@@ -242,8 +312,9 @@ class Stream:
     def reside(self) -> Ready:
         if self._ready is None:
             start = time.perf_counter()
-            self._read([t for t in self.tensors if t.name not in self._handles and self.device.copies(t.slices[0])])
-            for tensor in self.tensors:
+            everything = self._all()
+            self._read([t for t in everything if t.name not in self._handles and self.device.copies(t.slices[0])])
+            for tensor in everything:
                 self.handles(tensor)
             slices = sum(map(len, self._handles.values()))
             seconds = time.perf_counter() - start
@@ -255,5 +326,23 @@ class Stream:
             self._free(self.source.spec(name), handles)
         self._handles.clear()
         self._batches.clear()
+        self._experts.clear()
         self._looked_up.clear()
         self._ready = None
+
+
+def with_experts(tensors: Sequence[TensorSpec], layers: Sequence[ExpertLayer]) -> list[TensorSpec]:
+    """All weights in the order of a pass: the experts of a layer behind the last of its other tensors."""
+    experts = {f"blk.{layer.layer}": layer for layer in layers}
+    last = {_layer_of(t.name): i for i, t in enumerate(tensors)}
+    order: list[TensorSpec] = []
+    for i, t in enumerate(tensors):
+        order.append(t)
+        layer = experts.get(_layer_of(t.name)) if last[_layer_of(t.name)] == i else None
+        if layer is not None:
+            order += [tensor for expert in range(len(layer)) for tensor in layer.tensors(expert)]
+    return order
+
+
+def _layer_of(name: str) -> str:
+    return name[: name.index(".", 4)] if name.startswith("blk.") else ""

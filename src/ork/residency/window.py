@@ -17,7 +17,7 @@ from ork.pack.format import align
 from ork.residency.cache import Key, WindowPlan, plan_window
 from ork.residency.loading import load_slices, release_frames
 from ork.residency.prefetch import Clock, Loader
-from ork.residency.stream import Batch, Ready, SliceSource, StreamStats, TensorSpec
+from ork.residency.stream import Batch, ExpertLayer, Ready, SliceSource, StreamStats, TensorSpec
 
 GATHER = 64  # columns that an embedding look-up reads together
 GATHERED = 64  # such pieces that are kept: frequent tokens
@@ -46,6 +46,7 @@ class Window:
         self.window = window
         self.stats = StreamStats()
         self.tensors: list[TensorSpec] = []
+        self.expert_layers: list[ExpertLayer] = []
         self.plan: WindowPlan | None = None
         self._prefetch = prefetch
         self._placement: Mapping[Key, int] = {}
