@@ -22,8 +22,11 @@ static inline const int8_t* level_table(Codec c) { return c == Codec::nf4 ? NF4_
 // A walk along K through one column of tiles (32 bytes a K whatever the codec): those of a K slice follow each other.
 class Walk {
   public:
-    Walk(const Slice& s, int64_t column)
-        : p_(s.codes + column * 32 * s.ks), ks_(s.ks), left_(s.ks), jump_((s.n / (s.codec == Codec::i8 ? GROUP_I8 : GROUP_I4) - 1) * 32 * s.ks) {}
+    Walk(const Slice& s, int64_t column, int64_t k = 0) : ks_(s.ks), left_(s.ks - k % s.ks) {
+        const int64_t columns = s.n / (s.codec == Codec::i8 ? GROUP_I8 : GROUP_I4), length = 32 * s.ks;
+        p_ = s.codes + (k / s.ks * columns + column) * length + k % s.ks * 32;
+        jump_ = (columns - 1) * length;
+    }
     int64_t run(int64_t most) const { return most < left_ ? most : left_; }   // inputs that lie together from here on
     const uint8_t* take(int64_t inputs) {                                      // no more than that
         const uint8_t* p = p_;
@@ -74,19 +77,17 @@ static inline void add_bias(const GroupedJob& j, int64_t m, int64_t block, int c
 // --- in place ---------------------------------------------------------------------------------------------------------------
 
 // Sums of the next group of a row: `walk` holds the block's column of tiles, or int8's two.
-template <bool I8> static inline void sums_in_place(const int8_t* a, int64_t lda, int64_t group, bool full_range, Levels levels, Walk (&walk)[2], I16 (&sums)[4]) {
+template <bool I8> static inline void sums_in_place(const int8_t* a, int64_t group, bool full_range, Levels levels, Walk (&walk)[2], I16 (&sums)[4]) {
     if constexpr (!I8) {
         for (int64_t k = 0, n; k < group; k += n) {
             n = walk[0].run(group - k);
             row_sums(walk[0].take(n), n / 32, a + k, levels, sums);
         }
     } else {
-        alignas(64) int32_t half[2][1][32] = {};
         for (int64_t k = 0, n; k < group; k += n) {
             n = walk[0].run(group - k);
-            for (int h = 0; h < 2; h++) tile_i8<1>(a + k, lda, walk[h].take(n), n / 32, half[h], full_range);
+            for (int h = 0; h < 2; h++) row_sums_i8(walk[h].take(n), n / 32, a + k, full_range, sums[2 * h], sums[2 * h + 1]);
         }
-        for (int c = 0; c < 4; c++) sums[c] = iadd(sums[c], iload(half[c / 2][0] + c % 2 * 16));
     }
 }
 
@@ -111,7 +112,7 @@ template <bool I8, Made MADE> static void rows_in_place(const GroupedJob& j, int
             for (int64_t g = 0; g < groups; g++, a += group) {
                 const I16 start = starting_sum(code_sums[g]);
                 I16 sums[4] = {start, start, start, start};
-                sums_in_place<I8>(a, x.Kp, group, x.full_range, levels, walk, sums);
+                sums_in_place<I8>(a, group, x.full_range, levels, walk, sums);
                 const V16 scale = vset(scales[g]);
                 for (int c = 0; c < 4; c++) {
                     if constexpr (MADE == Made::sums) istore(j.sum(m, g, b) + 16 * c, sums[c]);
@@ -160,6 +161,8 @@ static inline __attribute__((always_inline)) void panel_sums(const uint8_t* w, c
         if constexpr (MR > 3) x[3] = load_act(a + 3 * lda);
         if constexpr (MR > 4) x[4] = load_act(a + 4 * lda);
         if constexpr (MR > 5) x[5] = load_act(a + 5 * lda);
+        if constexpr (MR > 6) x[6] = load_act(a + 6 * lda);
+        if constexpr (MR > 7) x[7] = load_act(a + 7 * lda);
         (panel_step<(int)S>(acc, w, x, all), ...);
         w += 256 * ACT_STEPS;
         a += STEP_CODES * ACT_STEPS;
@@ -224,11 +227,13 @@ template <int MR> static inline void panel_rows(const GroupedJob& j, const Panel
     }
 }
 
-static void unpack(const GroupedJob& j, Levels levels, Walk (&walk)[2], int64_t block, int64_t k, int64_t length, uint8_t* codes, float* scales) {
+static void unpack(const GroupedJob& j, Levels levels, int64_t block, int64_t k, int64_t length, uint8_t* codes, float* scales) {
     const Slice& s = j.s;
+    const bool i8 = s.codec == Codec::i8;
+    Walk walk[2] = {{s, i8 ? 2 * block : block, k}, {s, i8 ? 2 * block + 1 : block, k}};
     for (int64_t i = 0; i < length; i += 32) {
         uint8_t* to = codes + i / STEP_CODES * 256;
-        if (s.codec != Codec::i8) unpack_4bit(walk[0].take(32), levels, to);
+        if (!i8) unpack_4bit(walk[0].take(32), levels, to);
         else for (int h = 0; h < 2; h++) unpack_i8(walk[h].take(32), to + 128 * h);
     }
     if (scales)
@@ -236,21 +241,25 @@ static void unpack(const GroupedJob& j, Levels levels, Walk (&walk)[2], int64_t 
             for (int c = 0; c < 4; c++) vstore(scales + 64 * g + 16 * c, group_scales(s, block, j.groups, k / s.group + g, c));
 }
 
+// If the rows fit the L2 cache, blocks are walked front to back; else a stretch of the rows stays there for all blocks.
 static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
     const int64_t K = j.s.Kp, whole = j.x.group ? (PANEL_K < j.group ? j.group : PANEL_K / j.group * j.group) : PANEL_K;
     const int64_t longest = whole < K ? whole : K, code_bytes = longest * 64 * CODE_BYTES;
     const AlignedBytes memory(code_bytes + (j.s.group ? longest / j.s.group * 256 : 0));
     float* scales = j.s.group && !j.sums ? (float*)(memory.p + code_bytes) : nullptr;
     const Levels levels = levels_of(level_table(j.s.codec));
-    const bool i8 = j.s.codec == Codec::i8;
-    for (int64_t b = b0; b < b1; b++) {
-        Walk walk[2] = {{j.s, i8 ? 2 * b : b}, {j.s, i8 ? 2 * b + 1 : b}};
-        for (int64_t k = 0; k < K; k += longest) {
-            const int64_t length = longest < K - k ? longest : K - k;
-            unpack(j, levels, walk, b, k, length, memory.p, scales);
-            const Panel p = {memory.p, scales, b, k, length};
-            for_panels<PANEL_MR>(m0, m1, [&](auto rows, int64_t m) { panel_rows<decltype(rows)::value>(j, p, m); });
-        }
+    auto panel = [&](int64_t b, int64_t k) {
+        const int64_t length = longest < K - k ? longest : K - k;
+        unpack(j, levels, b, k, length, memory.p, scales);
+        const Panel p = {memory.p, scales, b, k, length};
+        for_panels<PANEL_MR>(m0, m1, [&](auto rows, int64_t m) { panel_rows<decltype(rows)::value>(j, p, m); });
+    };
+    if ((m1 - m0) * K <= L2_ROWS_BYTES) {
+        for (int64_t b = b0; b < b1; b++)
+            for (int64_t k = 0; k < K; k += longest) panel(b, k);
+    } else {
+        for (int64_t k = 0; k < K; k += longest)
+            for (int64_t b = b0; b < b1; b++) panel(b, k);
     }
 }
 

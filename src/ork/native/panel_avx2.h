@@ -36,11 +36,13 @@ static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
     }
 }
 
+constexpr int AHEAD = 8192;   // as on AVX-512
+
 // Eight channels: partial sums of two in a register, added across.
 static inline __m256i eighth(const uint8_t* w, Levels levels, __m256i even, __m256i odd, __m256i even_size, __m256i odd_size) {
     const __m256i low = _mm256_set1_epi8(15);
     __m256i c[4];
-#define PART(i) { const __m256i v = _mm256_loadu_si256((const __m256i*)(w + 32 * i)); \
+#define PART(i) { const __m256i v = _mm256_loadu_si256((const __m256i*)(w + 32 * i)); if (i % 2 == 0) __builtin_prefetch(w + 32 * i + AHEAD); \
         c[i] = dot_levels(_mm256_setzero_si256(), _mm256_shuffle_epi8(levels, _mm256_and_si256(v, low)), even, even_size); \
         c[i] = dot_levels(c[i], _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_srli_epi16(v, 4), low)), odd, odd_size); }
     PART(0) PART(1) PART(2) PART(3)
@@ -59,6 +61,14 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
         add(sums[0].a, w);       add(sums[0].b, w + 128); add(sums[1].a, w + 256); add(sums[1].b, w + 384);
         add(sums[2].a, w + 512); add(sums[2].b, w + 640); add(sums[3].a, w + 768); add(sums[3].b, w + 896);
     }
+}
+
+// The same of one int8 tile column: 32 channels.
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, I16& first, I16& second) {
+    alignas(64) int32_t sums[1][32] = {};
+    tile_i8<1>(a, 0, w, tiles, sums, full_range);
+    first = iadd(first, iload(sums[0]));
+    second = iadd(second, iload(sums[0] + 16));
 }
 
 template <class Channel> static inline void transpose8(Channel&& channel, uint8_t* out) {   // channel(i): eight steps of one channel

@@ -3,7 +3,7 @@
 #include <immintrin.h>
 #include <cstdint>
 
-constexpr int PANEL_MR = 6, PANEL_NC = 4;   // 24 accumulators, 6 activations, a weight
+constexpr int PANEL_MR = 8, PANEL_NC = 2;   // 24 accumulators, 6 activations, a weight
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 
 using Levels = __m512i;   // the same 16 bytes in every 128-bit lane
@@ -61,6 +61,29 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
     sums[1] = _mm512_add_epi32(sums[1], _mm512_permutexvar_epi32(order, s1));
     sums[2] = _mm512_add_epi32(sums[2], _mm512_permutexvar_epi32(order, s2));
     sums[3] = _mm512_add_epi32(sums[3], _mm512_permutexvar_epi32(order, s3));
+}
+
+// Sixteen int8 channels: partial sums of two in a register, added across.
+static inline __m512i half_i8(__m512i sum, const uint8_t* w, __m512i a) {
+    const __m512i flip = _mm512_set1_epi8((char)0x80), order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    __m512i v[8], p[4], q[2];
+#define PART(i) v[i] = dot64(_mm512_setzero_si512(), _mm512_xor_si512(_mm512_loadu_si512(w + 64 * i), flip), a); __builtin_prefetch(w + 64 * i + AHEAD);
+    PART(0) PART(1) PART(2) PART(3) PART(4) PART(5) PART(6) PART(7)
+#undef PART
+#define ADD(r, bits, a, b) r = _mm512_add_epi32(_mm512_unpacklo_epi##bits(a, b), _mm512_unpackhi_epi##bits(a, b));
+    ADD(p[0], 32, v[0], v[1]) ADD(p[1], 32, v[2], v[3]) ADD(p[2], 32, v[4], v[5]) ADD(p[3], 32, v[6], v[7])
+    ADD(q[0], 64, p[0], p[1]) ADD(q[1], 64, p[2], p[3])
+#undef ADD
+    const __m512i s = _mm512_add_epi32(_mm512_shuffle_i32x4(q[0], q[1], 0x88), _mm512_shuffle_i32x4(q[0], q[1], 0xDD));
+    return _mm512_add_epi32(sum, _mm512_permutexvar_epi32(order, s));
+}
+
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool, I16& first, I16& second) {
+    for (int64_t t = 0; t < tiles; t++, w += 1024, a += 32) {
+        const __m512i x = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)a));
+        first = half_i8(first, w, x);
+        second = half_i8(second, w + 512, x);
+    }
 }
 
 // Four registers of four channels by four steps -> four steps of sixteen channels.

@@ -42,6 +42,14 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
     }
 }
 
+// The same of one int8 tile column: 32 channels.
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, I16& first, I16& second) {
+    alignas(64) int32_t sums[1][32] = {};
+    tile_i8<1>(a, 0, w, tiles, sums, full_range);
+    first = iadd(first, iload(sums[0]));
+    second = iadd(second, iload(sums[0] + 16));
+}
+
 // Four channels of four steps -> four steps of four channels, 256 bytes apart.
 static inline void transpose4(int8x16_t a, int8x16_t b, int8x16_t c, int8x16_t d, uint8_t* out) {
     const int32x4_t p = vtrn1q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b)), q = vtrn2q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b));

@@ -26,6 +26,14 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
         }
 }
 
+// The same of one int8 tile column: 32 channels.
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, I16& first, I16& second) {
+    alignas(64) int32_t sums[1][32] = {};
+    tile_i8<1>(a, 0, w, tiles, sums, full_range);
+    first = iadd(first, iload(sums[0]));
+    second = iadd(second, iload(sums[0] + 16));
+}
+
 // One tile into 32 / STEP_CODES steps of a panel: of 64 channels; of 32 channels, `panel` being those of the first or second.
 static inline void unpack_4bit(const uint8_t* tile, Levels levels, uint8_t* panel) {
     for (int c = 0; c < 64; c++)
