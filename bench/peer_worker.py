@@ -6,6 +6,7 @@
     peer_worker.py llama_cpp greedy MODEL PROMPT --threads 2 --count 16 --seconds 60
     peer_worker.py llama_cpp compare REFERENCE MODEL TOKENS.npy --threads 2
     peer_worker.py llama_cpp follow MODEL TOKENS.npy OUT.npy --threads 2
+    peer_worker.py llama_cpp along MODEL TOKENS.npy --threads 2 --skip 16 --seconds 60
     peer_worker.py llama_cpp quantize MODEL OUT.gguf Q4_K_M --threads 2
 
 The last line on stdout is JSON. `TOKENS.npy` is int32 [chunks, T]; each chunk is a sequence of its own.
@@ -139,7 +140,8 @@ def greedy(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     while len(out) < args.count and time.perf_counter() - start < args.seconds:
         token = int(session.last_logits().argmax())
-        said += piece.raw[: session.api.llama_token_to_piece(session.vocab, token, piece, len(piece), 0, False)]
+        length = session.api.llama_token_to_piece(session.vocab, token, piece, len(piece), 0, False)
+        said += piece.raw[:length]
         session.decode([token], count + len(out))
         out.append(token)
     return {"text": said.decode(errors="replace"), "rate": len(out) / (time.perf_counter() - start), "tokens": len(out)}
@@ -204,6 +206,23 @@ def follow(args: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
+def along(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second through the tokens of a file: `skip` in one batch, then one at a time for so many seconds."""
+    session = Session(args.binding, args.model, args.threads, n_ctx=512)
+    text = [int(t) for t in np.load(args.tokens).reshape(-1)]
+    session.decode(text[: args.skip], 0)
+    session.last_logits()
+    seconds: list[float] = []
+    start = time.perf_counter()
+    for position in range(args.skip, len(text)):
+        session.decode([text[position]], position)
+        session.last_logits()
+        seconds.append(time.perf_counter() - start)
+        if seconds[-1] > args.seconds:
+            break
+    return {"rate": len(seconds) / seconds[-1], "tokens": len(seconds)}
+
+
 def quantize(args: argparse.Namespace) -> dict[str, Any]:
     """What `llama-quantize MODEL OUT TYPE` does; `seconds` it took, quantising alone."""
     api: Any = importlib.import_module(API_MODULES[args.binding])
@@ -229,6 +248,7 @@ def main() -> None:
         (greedy, ("model", "prompt"), {"count": 16, "seconds": 60}),
         (compare, ("reference", "model", "tokens"), {}),
         (follow, ("model", "tokens", "out"), {}),
+        (along, ("model", "tokens"), {"skip": 16, "seconds": 60}),
         (quantize, ("model", "out", "type"), {}),
     ):
         command = commands.add_parser(run.__name__)
