@@ -181,7 +181,7 @@ def test_what_no_group_divides_has_one_scale_a_channel(tmp_path: Path) -> None:
     with Pack.open(tmp_path / "x.orkpack") as pack:
         assert [pack.tensor(f"blk.0.ffn_{name}.weight").group for name in ("up", "down")] == [64, 0]
         held = stored(pack, "blk.0.ffn_down.weight")
-        rows = rotation.rotate_rows(tensors["blk.0.ffn_down.weight"], 100, "block")
+        rows = rotation.rotate_rows(tensors["blk.0.ffn_down.weight"], 100, "mix")
         assert plain.relative_error(rows, dequantise("nf4", held, 100)) < 0.1
 
 

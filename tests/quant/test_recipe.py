@@ -42,7 +42,7 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert recipe.choose("blk.0.attn_v.weight") == Choice("i8", act_group=128)
     assert recipe.choose("output.weight") == Choice("i8", act_group=128)
     assert recipe.choose("blk.1.attn_output.weight") == Choice("i4", 32, "mix", "absmax", gptq=True)
-    assert recipe.choose("blk.10.ffn_up.weight") == Choice("nf4", 64, "block", "mse")
+    assert recipe.choose("blk.10.ffn_up.weight") == Choice("nf4", 64, "mix", "mse")
 
 
 def test_a_record_says_all_there_is(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 def test_built_in_recipes() -> None:
     assert builtin("int8").choose("blk.0.ffn_up.weight") == Choice("i8")
     assert builtin("i8") == builtin("int8")
-    assert builtin("nf4", group=64).default == Choice("nf4", 64, search="mse")
+    assert builtin("nf4", group=64).default == Choice("nf4", 64, "mix", "mse")
     assert builtin("int8", act_group=32).default == Choice("i8", act_group=32)
     assert builtin("f32").default == Choice("f32", rotation="none")
     assert builtin("i4", rotate=False).default.rotation == "none"
@@ -133,12 +133,13 @@ def test_changes_to_a_recipe() -> None:
         [tensor_type("attn_.*=i8"), tensor_type("ffn_down=i4:32"), tensor_type("_norm=f32")]
     )
     assert recipe.choose("blk.0.attn_q.weight") == Choice("i8")
-    assert recipe.choose("blk.0.ffn_down.weight") == Choice("i4", 32, search="mse")
-    assert recipe.choose("blk.0.ffn_up.weight") == Choice("nf4", 64, search="mse")
-    mixed = recipe.rotated("mix")
-    assert [mixed.choose(f"{n}.weight").rotation for n in ("attn_q", "ffn_down", "a_norm")] == ["mix", "mix", "none"]
-    assert mixed.name != recipe.name
-    assert recipe.rotated("block") == recipe
+    assert recipe.choose("blk.0.ffn_down.weight") == Choice("i4", 32, "mix", "mse")
+    assert recipe.choose("blk.0.ffn_up.weight") == Choice("nf4", 64, "mix", "mse")
+    block = recipe.rotated("block")
+    for each, modes in ((recipe, ["block", "mix", "none"]), (block, ["block", "block", "none"])):
+        assert [each.choose(f"{n}.weight").rotation for n in ("attn_q", "ffn_down", "a_norm")] == modes
+    assert block.name != recipe.name
+    assert block.rotated("block") == block
     weighed = recipe.with_importance()
     assert [weighed.choose(f"{n}.weight").search for n in ("attn_q", "ffn_down", "ffn_up")] == [
         "absmax",

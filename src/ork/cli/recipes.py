@@ -26,7 +26,9 @@ def add_recipe(sub: argparse.ArgumentParser) -> None:
     named.add_argument("--codec", metavar="CODEC", help="one codec throughout: i8, i4, nf4, f16, f32")
     sub.add_argument("--group", type=int, metavar="N", help="inputs per weight scale of i4, nf4, int8: 32, 64 or 128")
     sub.add_argument("--act-group", type=int, metavar="N", help="inputs per activation scale of int8: 32, 64 or 128")
-    sub.add_argument("--rotation", choices=("none", "block", "mix"), help="Hadamard rotation of inputs")
+    sub.add_argument(
+        "--rotation", choices=("none", "block", "mix"), help="Hadamard rotation of inputs (mix for 4 bits, else block)"
+    )
     sub.add_argument("--no-rotate", action="store_true", help="the same as --rotation none, to compare")
     sub.add_argument(
         "--tensor-type",
