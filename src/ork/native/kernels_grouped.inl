@@ -137,6 +137,8 @@ struct Panel {
     const uint8_t* codes;
     const float* scales;   // [groups][64], or null
     int64_t block, k, length;
+    float* carry;          // [row - first][64]: the floats, or the integers of the one group, so far
+    int64_t first;
 };
 
 template <int S, int MR, size_t... J>
@@ -171,7 +173,7 @@ static inline __attribute__((always_inline)) void panel_sums(const uint8_t* w, c
 }
 
 // Rows m .. m + MR - 1 with a panel. What is carried from group to group lies in `y`, not in the output, whose rows may lie
-// a multiple of 4 KiB apart: loads would wait for stores that only look alike.
+// a multiple of 4 KiB apart: loads would wait for stores that only look alike, and few sets of a cache would hold them all.
 template <int MR, bool SCALED> static inline void panel_groups(const GroupedJob& j, const Panel& p, int64_t m, float (*y)[64]) {
     const int64_t groups = j.groups, group = j.group, lda = j.x.Kp, first = p.k / group, count = p.length / group, n = group / STEP_CODES;
     const int8_t* a = j.x.codes + m * lda + p.k;
@@ -203,28 +205,24 @@ template <int MR, class At> static inline void panel_integers(const GroupedJob& 
 }
 
 template <int MR> static inline void panel_rows(const GroupedJob& j, const Panel& p, int64_t m) {
-    const bool last = p.k + p.length == j.s.Kp;
     if (j.sums) {
         const int64_t step = j.group < p.length ? j.group : p.length;
         for (int64_t k = p.k; k < p.k + p.length; k += step)
             panel_integers<MR>(j, p, m, k / j.group, k, step, [&](int i) { return j.sum(m + i, k / j.group, p.block); });
-    } else if (!j.x.group) {
-        panel_integers<MR>(j, p, m, 0, p.k, p.length, [&](int i) { return (int32_t*)j.row(m + i, p.block); });
-        for (int i = 0; i < MR && last; i++)
-            for (int c = 0; c < 4; c++)
-                add_bias(j, m + i, p.block, c, scaled_sum(j, m + i, p.block, c, iload((const int32_t*)j.row(m + i, p.block) + 16 * c)));
-    } else {
-        alignas(64) float y[MR][64];
-        for (int i = 0; i < MR; i++)
-            for (int c = 0; c < 4; c++) vstore(y[i] + 16 * c, p.k ? vload(j.row(m + i, p.block) + 16 * c) : vzero());
+        return;
+    }
+    float (*y)[64] = (float (*)[64])(p.carry + 64 * (m - p.first));
+    if (!j.x.group) panel_integers<MR>(j, p, m, 0, p.k, p.length, [&](int i) { return (int32_t*)y[i]; });
+    else {
+        if (p.k == 0) __builtin_memset(y, 0, sizeof(float) * 64 * MR);
         if (p.scales) panel_groups<MR, true>(j, p, m, y);
         else panel_groups<MR, false>(j, p, m, y);
-        for (int i = 0; i < MR; i++)
-            for (int c = 0; c < 4; c++) {
-                if (last) add_bias(j, m + i, p.block, c, vmul(vload(j.s.scales + 64 * p.block + 16 * c), vload(y[i] + 16 * c)));
-                else vstore(j.row(m + i, p.block) + 16 * c, vload(y[i] + 16 * c));
-            }
     }
+    if (p.k + p.length < j.s.Kp) return;
+    for (int i = 0; i < MR; i++)
+        for (int c = 0; c < 4; c++)
+            add_bias(j, m + i, p.block, c, j.x.group ? vmul(vload(j.s.scales + 64 * p.block + 16 * c), vload(y[i] + 16 * c))
+                                                     : scaled_sum(j, m + i, p.block, c, iload((const int32_t*)y[i] + 16 * c)));
 }
 
 static void unpack(const GroupedJob& j, Levels levels, int64_t block, int64_t k, int64_t length, uint8_t* codes, float* scales) {
@@ -241,25 +239,24 @@ static void unpack(const GroupedJob& j, Levels levels, int64_t block, int64_t k,
             for (int c = 0; c < 4; c++) vstore(scales + 64 * g + 16 * c, group_scales(s, block, j.groups, k / s.group + g, c));
 }
 
-// If the rows fit the L2 cache, blocks are walked front to back; else a stretch of the rows stays there for all blocks.
+// As many rows at a time as fit the L2 cache, but not so few that unpacking for each lot shows.
 static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
     const int64_t K = j.s.Kp, whole = j.x.group ? (PANEL_K < j.group ? j.group : PANEL_K / j.group * j.group) : PANEL_K;
-    const int64_t longest = whole < K ? whole : K, code_bytes = longest * 64 * CODE_BYTES;
-    const AlignedBytes memory(code_bytes + (j.s.group ? longest / j.s.group * 256 : 0));
+    const int64_t longest = whole < K ? whole : K, code_bytes = longest * 64 * CODE_BYTES, scale_bytes = j.s.group ? longest / j.s.group * 256 : 0;
+    const int64_t fit = L2_ROWS_BYTES / K, lot = (fit < 128 ? 128 : fit > 512 ? 512 : fit) / PANEL_MR * PANEL_MR, most = lot < m1 - m0 ? lot : m1 - m0;
+    const AlignedBytes memory(code_bytes + scale_bytes + most * 256);
     float* scales = j.s.group && !j.sums ? (float*)(memory.p + code_bytes) : nullptr;
+    float* carry = (float*)(memory.p + code_bytes + scale_bytes);
     const Levels levels = levels_of(level_table(j.s.codec));
-    auto panel = [&](int64_t b, int64_t k) {
-        const int64_t length = longest < K - k ? longest : K - k;
-        unpack(j, levels, b, k, length, memory.p, scales);
-        const Panel p = {memory.p, scales, b, k, length};
-        for_panels<PANEL_MR>(m0, m1, [&](auto rows, int64_t m) { panel_rows<decltype(rows)::value>(j, p, m); });
-    };
-    if ((m1 - m0) * K <= L2_ROWS_BYTES) {
+    for (int64_t first = m0; first < m1; first += lot) {
+        const int64_t end = first + lot < m1 ? first + lot : m1;
         for (int64_t b = b0; b < b1; b++)
-            for (int64_t k = 0; k < K; k += longest) panel(b, k);
-    } else {
-        for (int64_t k = 0; k < K; k += longest)
-            for (int64_t b = b0; b < b1; b++) panel(b, k);
+            for (int64_t k = 0; k < K; k += longest) {
+                const int64_t length = longest < K - k ? longest : K - k;
+                unpack(j, levels, b, k, length, memory.p, scales);
+                const Panel p = {memory.p, scales, b, k, length, carry, first};
+                for_panels<PANEL_MR>(first, end, [&](auto rows, int64_t m) { panel_rows<decltype(rows)::value>(j, p, m); });
+            }
     }
 }
 
