@@ -146,7 +146,10 @@ def linear(
     outs: Sequence[Array],
     biases: Sequence[Array | None],
 ) -> None: ...
-def accumulate(rows: QuantisedRows, slice: Slice, out: npt.NDArray[np.int32]) -> None: ...
+def accumulate(rows: QuantisedRows, slice: Slice, out: npt.NDArray[np.int32]) -> None:
+    """Exact sums of the slice's columns into `out` i32 [M * groups, N]: row m's groups follow each other, one group
+    being all of K where the rows have no groups."""
+
 def accumulate_at(a: int, pitch: int, M: int, K: int, w: int, N: int, out: int, out_pitch: int) -> None:
     """Exact sums i32 [M, N] at `out`, rows `out_pitch` elements apart, of int8 rows [M, K] at `a`, `pitch` bytes
     apart, with a weight block [N/32][K/32][32][32] at `w`: for the emulator, which checks the addresses."""
@@ -264,6 +267,83 @@ def gptq_round(
     to the columns up to the end of the block along upper [K, K]; errors [n, columns of the block from `block` on]."""
 
 # --- end of GPTQ ---
+
+# --- experts and short convolutions ---
+EXPERTS_MAX: int
+TAPS_MAX: int
+
+class Routes:
+    """Which experts each row goes to. Gathered rows lie by expert ascending, then by row."""
+
+    rows: int
+    experts: int
+    top_k: int
+    def ids(self) -> npt.NDArray[np.int32]:
+        """[rows, top_k], ascending."""
+    def weights(self) -> npt.NDArray[np.float32]:
+        """[rows, top_k] of these."""
+    def sources(self) -> npt.NDArray[np.int32]:
+        """[rows * top_k]: the row that each gathered one is a copy of."""
+    def offsets(self) -> list[int]:
+        """[experts + 1]: the gathered rows of each expert."""
+
+def route(
+    logits: Array,
+    top_k: int,
+    sigmoid: bool,
+    normalise: bool,
+    scale: float,
+    bias: Array | None,
+    groups: int,
+    used: int,
+) -> Routes | int:
+    """The `top_k` experts of each row of logits [M, E]: scores are their softmax, or the sigmoid of each; `bias` [1, E]
+    is added for the choice alone, from the `used` of `groups` runs of experts whose two best scores add up to most.
+    Equal scores go to the lower number. Or the first row that holds a logit that is not finite."""
+
+def gather_rows(rows: QuantisedRows, routes: Routes) -> QuantisedRows: ...
+def gather_floats(x: Array, routes: Routes) -> Array: ...
+def linear_experts(
+    x: Array,
+    rows: QuantisedRows | None,
+    slices: Sequence[Slice],
+    ranges: npt.NDArray[np.int32],
+    outs: Sequence[Array],
+) -> None:
+    """`linear` of rows [begin, end) = ranges[i] with slice i into outs[i], all in one parallel section."""
+
+def empty_rows(rows: int, cols: int, group: int) -> QuantisedRows:
+    """Rows that `gate_experts` fills."""
+
+def gate_experts(
+    kind: int,
+    g: Array,
+    u: Array,
+    ranges: npt.NDArray[np.int32],
+    out: QuantisedRows | None,
+    signs: Array | None,
+    block: int,
+    mix: Array | None,
+    limit: int,
+) -> None:
+    """g = act(g) * u of the rows in `ranges` [n, 2], in place, and with `out` quantised into it as `quantise` does."""
+
+def weighted_sum(y: Array, routes: Routes) -> Array:
+    """[M, N]: the gathered rows of each row, times their weights, added up by expert ascending, fma from 0."""
+
+def gate_rows(x: Array, weight: Array, y: Array) -> None:
+    """y times the sigmoid of x . weight, row by row, in place."""
+
+class ConvCache:
+    """The inputs of short convolutions of every position, by KV slot, f16 if `half` else f32. MemoryError if too large."""
+
+    def __init__(self, layers: int, width: int, blocks: int, half: bool) -> None: ...
+    def block_bytes(self) -> int: ...
+
+def short_conv(cache: ConvCache, layer: int, batch: Batch, bcx: Array, taps: Array) -> Array:
+    """Rows [b | c | x] -> c * (causal convolution of b * x with taps [T, width], the last for the row itself)."""
+
+# --- end of experts ---
 
 # --- npu ---
 def retile(
