@@ -68,6 +68,9 @@ class FakeSource:
         held.view(np.uint64)[0] = tag(key)
         return BLOB
 
+    def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        return [self.read_into(*item) for item in items]
+
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         raise NotImplementedError
 

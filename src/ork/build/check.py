@@ -6,7 +6,7 @@ there must have been asked for: a weight that a model silently leaves out would 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -56,6 +56,9 @@ class PlannedSource:
     def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
         raise NotImplementedError("a plan has no slices")
 
+    def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        return [self.read_into(*item) for item in items]
+
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         """Nothing: what has just been converted is in memory."""
 
@@ -85,7 +88,7 @@ def check_model(plan: PackPlan, source: Source) -> list[TensorSpec]:
     except SourceError as error:
         raise SourceError(f"{source.path}: {error}") from None
     arch = source.metadata.get("general.architecture")
-    for name in source.tensors:
+    for name in (*planned.tensors, *(raw for raw in planned.raws if raw in source.tensors)):
         if name not in ops.used and name not in UNUSED:
             raise SourceError(
                 f"{source.path}: tensor {name} has no place in the architecture {arch}: this is a variant of it that "

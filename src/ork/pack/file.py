@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,21 @@ class SliceFile:
             except OSError:  # a file system that accepted the flag and refuses the reads
                 self._refused = True  # the descriptor stays: other threads may be reading by it
         self._fill(self._fd, offset, memory[:nbytes], nbytes)
+
+    def read_run(self, parts: Sequence[tuple[int, int, Bytes]]) -> None:
+        """Parts (offset, bytes, memory), each as in `read`; one system call where they lie one behind the other, are
+        not in the page cache, and the file system reads past it."""
+        first, last = parts[0][0], parts[-1][0] + parts[-1][1]
+        whole = [align(nbytes) for _, nbytes, _ in parts]
+        lined_up = all(a[0] + size == b[0] for a, b, size in zip(parts, parts[1:], whole))
+        fits = all(memory.nbytes >= size for (*_, memory), size in zip(parts, whole))
+        if len(parts) > 1 and lined_up and fits and self.direct and not self._cached(first, last - first):
+            with contextlib.suppress(OSError):  # refused: each by itself finds out what is wrong
+                got = os.preadv(self._direct, [memory[:size].data for (*_, memory), size in zip(parts, whole)], first)
+                if got >= last - first:
+                    return
+        for part in parts:
+            self.read(*part)
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Starts to bring a range into the page cache, without waiting for it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
@@ -168,11 +168,28 @@ class Pack:
         e = self._index.entries[entry]
         offset, nbytes = int(e["offset"]), int(e["nbytes"])
         self._file.read(offset, nbytes, memory)
-        if not self._checked[entry]:
-            if hash_of(memory[:nbytes]) != e["hash"].tobytes():
-                raise damaged(self.path, describe(self._index, entry), offset, "its bytes do not match their hash")
-            self._checked[entry] = 1
+        self._check(entry, memory[:nbytes])
         return nbytes
+
+    def read_run(self, items: Sequence[tuple[int, Bytes]]) -> list[int]:
+        """The same for many entries, each with its own memory: by one read of the disk where they are neighbours in
+        the file and the memories are whole pages. Their bytes."""
+        offsets, sizes = (
+            self._index.entries[key][[entry for entry, _ in items]].tolist() for key in ("offset", "nbytes")
+        )
+        self._file.read_run([(offset, nbytes, memory) for offset, nbytes, (_, memory) in zip(offsets, sizes, items)])
+        for nbytes, (entry, memory) in zip(sizes, items):
+            self._check(entry, memory[:nbytes])
+        return [int(nbytes) for nbytes in sizes]
+
+    def _check(self, entry: int, blob: Bytes) -> None:
+        """Hashes what was read of an entry, once."""
+        if not self._checked[entry]:
+            e = self._index.entries[entry]
+            if hash_of(blob) != e["hash"].tobytes():
+                what = "its bytes do not match their hash"
+                raise damaged(self.path, describe(self._index, entry), int(e["offset"]), what)
+            self._checked[entry] = 1
 
     def expect(self, entry: int, start: int, nbytes: int) -> None:
         """Part of a blob will be read soon by `read_part`; one that has not been checked yet is read whole."""

@@ -30,6 +30,34 @@ def load_slice(source: SliceSource, device: Device, tensor: TensorSpec, index: i
         raise StorageError(text) from None
 
 
+def load_run(
+    source: SliceSource, device: Device, items: Sequence[tuple[TensorSpec, int, Slot]]
+) -> tuple[list[Handle], int]:
+    """Neighbours in the file, as an expert's slices are: by one read where the device takes blobs as they are. Their
+    handles and bytes in all; raises as `load_slice`."""
+    rooms = []
+    for tensor, index, slot in items:
+        room = device.room(tensor.slices[index], slot)
+        if room.ctypes.data != slot.memory.ctypes.data:
+            del room
+            loaded = [load_slice(source, device, *item) for item in items]
+            return [handle for handle, _ in loaded], sum(nbytes for _, nbytes in loaded)
+        rooms.append((tensor.name, index, room))
+    try:
+        sizes = source.read_run(rooms)
+        handles = [device.fill(t.slices[index], slot, nbytes) for (t, index, slot), nbytes in zip(items, sizes)]
+        return handles, sum(sizes)
+    except OrkError as error:
+        rooms.clear()
+        release_frames(error)
+        raise
+    except (OSError, MemoryError) as error:
+        text = f"slices from {items[0][0].name} on could not be loaded: {error.__class__.__name__}: {error}"
+        rooms.clear()
+        release_frames(error)
+        raise StorageError(text) from None
+
+
 def load_slices(source: SliceSource, device: Device, items: Sequence[tuple[TensorSpec, int, Slot]]) -> list[Loaded]:
     """The same for many, by as many threads as the device computes with: reading and hashing leave the interpreter."""
     for name in dict.fromkeys(tensor.name for tensor, _, _ in items):

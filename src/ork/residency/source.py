@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,11 @@ class PackSource:
     def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
         self.spec(name)
         return self.pack.read_into(self._entries[name][index], memory)
+
+    def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        for name in {name for name, _, _ in items}:
+            self.spec(name)
+        return self.pack.read_run([(self._entries[name][index], memory) for name, index, memory in items])
 
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         self.spec(name)

@@ -65,6 +65,9 @@ class SliceSource(Protocol):
     def read_into(self, name: str, index: int, memory: npt.NDArray[np.uint8]) -> int:
         """The same, read into page-aligned memory; its bytes."""
 
+    def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        """The same for slices (name, index, memory) that follow each other: by one read if they do; their bytes."""
+
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         """Part of a slice will be read soon: a hint, so that several are on their way at a time."""
 
@@ -86,6 +89,8 @@ class ExpertStats:
     hits: Counter[int] = field(default_factory=Counter)  # it was there, or its slices lay in place
     loads: Counter[int] = field(default_factory=Counter)
     moved_bytes: Counter[int] = field(default_factory=Counter)
+    waits: int = 0  # times that an op waited for an expert
+    wait_seconds: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -112,7 +117,7 @@ class StreamStats:
     overlap_seconds: float = 0.0
     reason: str = "no window: slices are used where they lie"
     domains: dict[int, int] = field(default_factory=dict)  # bytes by domain
-    experts: ExpertStats = field(default_factory=ExpertStats)
+    experts: ExpertStats = field(default_factory=ExpertStats)  # of a window: not in the counts above
 
     @property
     def overlap(self) -> float:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import cycle, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,20 @@ from ork import native, tiles
 from ork.devices.base import Device, Handle, SliceSpec, Slot
 from ork.pack.format import align
 from ork.residency.cache import Key, WindowPlan, plan_window
+from ork.residency.expert_cache import ExpertCache, slices_of
+from ork.residency.experts import ExpertPlan, Profile, check_policy, plan_experts, plan_parts
 from ork.residency.loading import load_slices, release_frames
 from ork.residency.prefetch import Clock, Loader
-from ork.residency.stream import Batch, ExpertLayer, Ready, SliceSource, StreamStats, TensorSpec
+from ork.residency.stream import (
+    Batch,
+    ExpertBatch,
+    ExpertLayer,
+    Ready,
+    SliceSource,
+    StreamStats,
+    TensorSpec,
+    with_experts,
+)
 
 GATHER = 64  # columns that an embedding look-up reads together
 GATHERED = 64  # such pieces that are kept: frequent tokens
@@ -40,6 +52,8 @@ class Window:
         window: int,
         *,
         prefetch: bool = True,
+        expert_policy: str = "lru",
+        profile: Profile | None = None,
     ):
         self.source = source
         self.device = device
@@ -48,7 +62,10 @@ class Window:
         self.tensors: list[TensorSpec] = []
         self.expert_layers: list[ExpertLayer] = []
         self.plan: WindowPlan | None = None
+        self.expert_plan: ExpertPlan | None = None
         self._prefetch = prefetch
+        self._policy, self._profile = check_policy(expert_policy), profile
+        self._cache: ExpertCache | None = None
         self._placement: Mapping[Key, int] = {}
         self._slot_domain = 0
         self._pinned: dict[Key, Handle] = {}
@@ -75,8 +92,14 @@ class Window:
         return self._ready
 
     def staying(self) -> tuple[list[Key], int]:
-        plan = self._planned()
-        return list(plan.pinned), plan.slots * plan.slot_bytes
+        plan, experts = self._planned(), self.expert_plan
+        keys, slots = list(plan.pinned), plan.slots * plan.slot_bytes
+        if experts is not None:
+            keys += slices_of(self.expert_layers, experts.stay)
+            place = {t.name: i for i, t in enumerate(with_experts(self.tensors, self.expert_layers))}
+            keys.sort(key=lambda key: (place[key[0]], key[1]))
+            slots += experts.nbytes - experts.stay_bytes
+        return keys, slots
 
     def place(self, placement: Mapping[Key, int], slot_domain: int) -> None:
         self._placement, self._slot_domain = placement, slot_domain
@@ -87,7 +110,22 @@ class Window:
         device, domain = self.device, self.device.capacity().bytes_per_domain
         # where it takes several domains an op's slices should be in one: each change waits for the device to be idle
         even = not domain or self.window <= domain
-        return plan_window(self.tensors, self.window, device.cores, device.mapped_bytes, even=even)
+        if self.expert_layers:
+            self.expert_plan = self._plan_experts()
+        left = self.window - (self.expert_plan.nbytes if self.expert_plan else 0)
+        return plan_window(self.tensors, left, device.cores, device.mapped_bytes, even=even)
+
+    def _plan_experts(self) -> ExpertPlan:
+        """Weights that every pass reads come first: experts have what these leave. Where they leave too little, or do
+        not fit themselves, experts pass through as few slots as can be."""
+        mapped, layers = self.device.mapped_bytes, self.expert_layers
+        dense = sum(align(mapped(s)) for t in self.tensors for s in t.slices)
+        plan = plan_experts(layers, self.window - dense, mapped, self._policy, self._profile)
+        if plan is not None:
+            return plan
+        largest = max(align(mapped(s)) for t in self.tensors for s in t.slices)
+        least = min(dense, (self.device.cores + 1) * largest)
+        return plan_parts(layers, self.window - least, mapped, self.device.cores + 1, self._policy)
 
     def _fill(self, plan: WindowPlan) -> None:
         self.plan = plan
@@ -112,6 +150,33 @@ class Window:
                 self._clock,
                 threads=self._prefetch,
             )
+        if self.expert_plan is not None:
+            self._fill_experts(self.expert_plan)
+
+    def _fill_experts(self, plan: ExpertPlan) -> None:
+        """Brings in the experts that stay, and makes slots for the others."""
+        self.stats.reason += f"; {plan.reason}"
+        specs = {
+            t.name: t for layer in self.expert_layers for e in plan.stay.get(layer.layer, ()) for t in layer.tensors(e)
+        }
+        staying = iter(self._make_pinned(list(slices_of(self.expert_layers, plan.stay)), specs))
+        slots = []
+        for pool in plan.pools:
+            made = self.device.make_slots(list(pool.sizes) * pool.slots, self._slot_domain)
+            owned = [self._own(s, n, self._slot_domain) for s, n in zip(made, cycle(pool.sizes))]
+            slots.append([owned[i : i + len(pool.sizes)] for i in range(0, len(owned), len(pool.sizes))])
+        self._cache = ExpertCache(
+            self.source, self.device, plan, slots, self.stats.experts, self._clock, prefetch=self._prefetch
+        )
+        for layer in self.expert_layers:
+            for expert in plan.stay.get(layer.layer, ()):
+                count = sum(len(t.slices) for t in layer.tensors(expert))
+                self._cache.stay(layer, expert, list(islice(staying, count)))
+
+    def experts(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
+        self.reside()
+        assert self._cache is not None
+        return self._cache.batches(layer, needed)
 
     def _make_slots(self, plan: WindowPlan) -> list[Slot]:
         slots = self.device.make_slots([plan.slot_bytes] * plan.slots, self._slot_domain)
@@ -225,6 +290,9 @@ class Window:
         if self._loader is not None:
             self._loader.close()
             self._loader = None
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
         self._pinned.clear()
         while self._slots:
             slot, nbytes, domain = self._slots.pop()
@@ -232,7 +300,7 @@ class Window:
             self.stats.resident(-nbytes, domain)
         self._pieces.clear()
         self._piece_bytes = 0
-        self.plan = None
+        self.plan = self.expert_plan = None
         self._ready = None
 
 

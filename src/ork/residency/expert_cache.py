@@ -1,0 +1,261 @@
+"""Experts in a window: moves the bytes that a plan's pools ask for, and hands experts to the op that computes them.
+
+All that a pass is missing is asked for at once, on threads of its own; meanwhile what is there is computed. Without
+prefetch the op's own thread brings each expert when its turn has come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+
+from ork.devices.base import Device, Handle, Slot
+from ork.residency.experts import ExpertPlan, Item, Load, Pool, Visit, make_policy
+from ork.residency.loading import load_run
+from ork.residency.prefetch import Clock
+from ork.residency.stream import ExpertBatch, ExpertHandles, ExpertLayer, ExpertStats, SliceSource, TensorSpec
+
+LOADERS = 4  # threads: as many reads keep a disk busy
+
+Pieces = list[tuple[TensorSpec, int]]  # slices in the order of the file
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass of a layer: what was computed, and whether it has ended."""
+
+    given: set[Item] = field(default_factory=set)
+    over: bool = False
+
+
+class _Slots:
+    """A pool with its memory: the pieces of each slot, and the handles of what is in them."""
+
+    def __init__(self, pool: Pool, slots: Sequence[Sequence[Slot]]):
+        self.pool = pool
+        self.slots = slots
+        self.handles: list[ExpertHandles] = [([], [], []) for _ in slots]
+
+
+class ExpertCache:
+    """Experts that stay (`staying`), and slots that the others pass through: `slots` holds, for each pool of the plan,
+    the pieces of each of its slots. The memory stays the caller's.
+
+    One pass at a time: whoever asks for experts while another pass is half computed is told so.
+    """
+
+    def __init__(
+        self,
+        source: SliceSource,
+        device: Device,
+        plan: ExpertPlan,
+        slots: Sequence[Sequence[Sequence[Slot]]],
+        stats: ExpertStats,
+        clock: Clock,
+        *,
+        prefetch: bool,
+    ):
+        self._source, self._device, self._plan = source, device, plan
+        self._stats, self._clock = stats, clock
+        self._by_layer: dict[int, _Slots] = {}
+        for pool, memory in zip(plan.pools, slots):
+            held = _Slots(Pool(pool.slots, make_policy(plan.policy)), memory)
+            self._by_layer |= dict.fromkeys(pool.layers, held)
+        self._stay: dict[Item, ExpertHandles] = {}
+        self._changed = threading.Condition()
+        self._running: _Pass | None = None
+        self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="ork-expert") if prefetch else None
+
+    def stay(self, layer: ExpertLayer, expert: int, slots: Sequence[Slot]) -> None:
+        """Brings in an expert that stays, into a slot for each of its slices."""
+        pieces = _pieces(layer, expert)
+        handles, nbytes = load_run(self._source, self._device, [(*p, slot) for p, slot in zip(pieces, slots)])
+        self._stay[layer.layer, expert] = _by_role(pieces, handles, layer, expert)
+        self._stats.loads[layer.layer] += 1
+        self._stats.moved_bytes[layer.layer] += nbytes
+
+    def batches(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
+        """See `Streams.experts`."""
+        if self._running is not None:
+            raise RuntimeError(f"experts of layer {layer.layer} were asked for before another pass was ended")
+        number = layer.layer
+        stay = [(expert, self._stay[number, expert]) for expert in needed if (number, expert) in self._stay]
+        rest: list[Item] = [(number, expert) for expert in needed if (number, expert) not in self._stay]
+        self._stats.lookups[number] += len(needed)
+        self._stats.hits[number] += len(stay)
+        if not rest:
+            if stay:
+                yield from self._hand_out(_batch(stay))
+            return
+        held = self._by_layer[number]
+        if self._plan.parts:
+            held.pool.clear()
+            rest = [item for (_, expert) in rest for item in _parts(layer, expert)]
+        visit = held.pool.visit(rest)
+        self._stats.hits[number] += len(visit.hits)
+        self._running = run = _Pass()
+        jobs: dict[Item, Future[int]] = {}
+        try:
+            if self._threads is not None:
+                for load in visit.loads:
+                    jobs[load.item] = self._threads.submit(self._bring, layer, held, load, run)
+            yield from self._present(held, visit, stay, run)
+            yield from self._coming(layer, held, visit, jobs, run)
+        finally:
+            self._end(held, visit, jobs, run)
+
+    def close(self) -> None:
+        """Ends the threads, each after the transfer it is in; the slots are the caller's again."""
+        with self._changed:
+            if self._running is not None:
+                self._running.over = True
+                self._changed.notify_all()
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        self._stay.clear()
+        self._by_layer.clear()
+
+    # --- a pass ------------------------------------------------------------------------------------------------------
+
+    def _present(
+        self, held: _Slots, visit: Visit, stay: list[tuple[int, ExpertHandles]], run: _Pass
+    ) -> Iterator[ExpertBatch]:
+        """What is there; a few at a time if others wait for the slots."""
+        hits = list(visit.hits)
+        size = visit.most if any(load.after in visit.hits for load in visit.loads) else max(1, len(hits))
+        for start in range(0, max(1, len(hits)), size):
+            part = hits[start : start + size]
+            found = [(item[1], held.handles[visit.hits[item]]) for item in part]
+            if batch := stay + found:
+                yield from self._hand_out(_batch(batch))
+            stay = []
+            self._give(run, part)
+
+    def _coming(
+        self, layer: ExpertLayer, held: _Slots, visit: Visit, jobs: Mapping[Item, Future[int]], run: _Pass
+    ) -> Iterator[ExpertBatch]:
+        """What is missing, in the order of the file: as many as are ready, at least one."""
+        loads, at = visit.loads, 0
+        while at < len(loads):
+            end = at
+            while end < len(loads) and end - at < visit.most and (end == at or self._ready(loads[end], jobs)):
+                self._wait(layer, held, loads[end], jobs, run)
+                end += 1
+            part = loads[at:end]
+            yield from self._hand_out(_batch([(load.item[1], held.handles[load.slot]) for load in part]))
+            self._give(run, [load.item for load in part])
+            at = end
+
+    @staticmethod
+    def _ready(load: Load, jobs: Mapping[Item, Future[int]]) -> bool:
+        job = jobs.get(load.item)
+        return job is not None and job.done()
+
+    def _wait(self, layer: ExpertLayer, held: _Slots, load: Load, jobs: Mapping[Item, Future[int]], run: _Pass) -> None:
+        """Until the expert is there. Raises what loading it raised."""
+        job = jobs.get(load.item)
+        start = time.perf_counter()
+        ready = job is not None and job.done()
+        nbytes = self._bring(layer, held, load, run) if job is None else job.result()
+        if not ready:
+            self._stats.waits += 1
+            self._stats.wait_seconds += time.perf_counter() - start
+        # of an expert that comes in parts the last one counts
+        self._stats.loads[layer.layer] += not self._plan.parts or _last_part(layer, load.item)
+        self._stats.moved_bytes[layer.layer] += nbytes
+
+    def _bring(self, layer: ExpertLayer, held: _Slots, load: Load, run: _Pass) -> int:
+        """Fills a slot once what was in it has been computed; bytes read."""
+        with self._changed:
+            while load.after is not None and load.after not in run.given and not run.over:
+                self._changed.wait()
+            if run.over:
+                raise CancelledError
+        pieces = _pieces(layer, load.item[1]) if len(load.item) == 2 else [_part(layer, load.item)]
+        self._clock.change(transfers=1)
+        try:
+            items = [(*piece, slot) for piece, slot in zip(pieces, held.slots[load.slot])]
+            handles, nbytes = load_run(self._source, self._device, items)
+        finally:
+            self._clock.change(transfers=-1)
+        held.handles[load.slot] = _by_role(pieces, handles, layer, load.item[1])
+        return nbytes
+
+    def _hand_out(self, batch: ExpertBatch) -> Iterator[ExpertBatch]:
+        """To the op, which computes until it asks for the next one."""
+        self._clock.change(computing=1)
+        try:
+            yield batch
+        finally:
+            self._clock.change(computing=-1)
+
+    def _give(self, run: _Pass, items: Sequence[Item]) -> None:
+        with self._changed:
+            run.given.update(items)
+            self._changed.notify_all()
+
+    def _end(self, held: _Slots, visit: Visit, jobs: Mapping[Item, Future[int]], run: _Pass) -> None:
+        """Whatever happened: nothing is being filled any more, and what did not come is forgotten."""
+        with self._changed:
+            run.over = True
+            self._changed.notify_all()
+        came = set(run.given)
+        for item, job in jobs.items():
+            if not job.cancel() and job.exception() is None:
+                came.add(item)
+        held.pool.forget(*(load.item for load in visit.loads if load.item not in came))
+        self._running = None
+
+
+# --- experts and their slices ------------------------------------------------------------------------------------
+
+
+def _pieces(layer: ExpertLayer, expert: int) -> Pieces:
+    return [(tensor, index) for tensor in layer.tensors(expert) for index in range(len(tensor.slices))]
+
+
+def _by_role(pieces: Pieces, handles: Sequence[Handle], layer: ExpertLayer, expert: int) -> ExpertHandles:
+    """Gate, up and down of the slices that are there."""
+    names = [t.name for t in layer.tensors(expert)]
+    gate, up, down = ([h for h, (t, _) in zip(handles, pieces) if t.name == name] for name in names)
+    return gate, up, down
+
+
+def _parts(layer: ExpertLayer, expert: int) -> Iterator[Item]:
+    """Items of an expert's slices: layer, expert, role, index."""
+    for role, tensor in enumerate(layer.tensors(expert)):
+        for index in range(len(tensor.slices)):
+            yield layer.layer, expert, role, index
+
+
+def _part(layer: ExpertLayer, item: Item) -> tuple[TensorSpec, int]:
+    return layer.tensors(item[1])[item[2]], item[3]
+
+
+def _last_part(layer: ExpertLayer, item: Item) -> bool:
+    return item[2] == 2 and item[3] == len(layer.down[item[1]].slices) - 1
+
+
+def _batch(found: Sequence[tuple[int, ExpertHandles]]) -> ExpertBatch:
+    """Numbers and handles; the parts of one expert together."""
+    ids: list[int] = []
+    handles: list[ExpertHandles] = []
+    for expert, parts in found:
+        if ids and ids[-1] == expert:
+            handles[-1] = tuple([*a, *b] for a, b in zip(handles[-1], parts))  # type: ignore[assignment]
+        else:
+            ids.append(expert)
+            handles.append(parts)
+    return ids, handles
+
+
+def slices_of(layers: Sequence[ExpertLayer], stay: Mapping[int, Sequence[int]]) -> Iterator[tuple[str, int]]:
+    """Keys of the slices of experts that stay, in the order of the file."""
+    for layer in layers:
+        for tensor in chain.from_iterable(layer.tensors(expert) for expert in stay.get(layer.layer, ())):
+            for index in range(len(tensor.slices)):
+                yield tensor.name, index

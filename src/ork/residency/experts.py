@@ -1,0 +1,337 @@
+"""Which experts are in memory: slots, the policies that give them away, and what a window has for them.
+
+Everything here is bookkeeping on numbers, without memory, threads or time: a run moves bytes as a `Pool` says, and
+`ork skew` asks the same pools what a run would have moved. So a predicted hit rate is a measured one.
+
+A pass of a layer needs a set of experts. Those that are there are computed first; the others come in ascending order,
+which is the file's, and take slots of experts that the pass does not need, then of those that it has computed. With
+fewer slots than the pass needs, half of them are filled while the other half is computed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Protocol
+
+from ork.devices.base import SliceSpec
+from ork.errors import UsageError
+from ork.pack.format import align
+from ork.residency.stream import ExpertLayer
+
+Item = tuple[int, ...]  # layer and number of an expert; role and index too where slots hold slices
+POLICIES = ("lru", "lfu", "pinned")
+HALF_LIFE = 128  # visits of a layer after which a use counts half, in lfu
+LEAST = 2  # slots of a pool: one is computed, one is filled
+SHARED = 16  # slots that all layers share beside the experts that stay
+
+Profile = Mapping[int, Sequence[int]]  # by layer: how often each of its experts was chosen
+
+
+class Policy(Protocol):
+    """Remembers uses and chooses what goes."""
+
+    def visit(self, needed: Sequence[Item]) -> None:
+        """A pass of a layer, before its experts are used."""
+
+    def use(self, item: Item) -> None:
+        """It is used now; it is in a slot, or will be."""
+
+    def victim(self, items: Iterable[Item]) -> Item:
+        """The one of these that goes."""
+
+
+class Lru:
+    """The one that was used longest ago goes."""
+
+    def __init__(self) -> None:
+        self._time = 0
+        self._used: dict[Item, int] = {}
+
+    def visit(self, needed: Sequence[Item]) -> None:
+        """All that counts is the order of uses."""
+
+    def use(self, item: Item) -> None:
+        self._time += 1
+        self._used[item] = self._time
+
+    def victim(self, items: Iterable[Item]) -> Item:
+        return min(items, key=lambda item: self._used.get(item, 0))
+
+
+class Lfu:
+    """The one with the fewest uses goes, where a use counts half after HALF_LIFE visits; of equals the older one.
+
+    Uses are remembered of all experts, also of those that are not there.
+    """
+
+    def __init__(self) -> None:
+        self._order = Lru()
+        self._weight = 1.0  # of a use now: growing instead of letting all counts shrink
+        self._counts: dict[Item, float] = {}
+
+    def visit(self, needed: Sequence[Item]) -> None:
+        self._weight *= 2 ** (1 / HALF_LIFE)
+        if self._weight > 1e100:
+            self._counts = {item: count / self._weight for item, count in self._counts.items()}
+            self._weight = 1.0
+
+    def use(self, item: Item) -> None:
+        self._order.use(item)
+        self._counts[item] = self._counts.get(item, 0.0) + self._weight
+
+    def victim(self, items: Iterable[Item]) -> Item:
+        held = list(items)
+        least = min(self._counts.get(item, 0.0) for item in held)
+        return self._order.victim(item for item in held if self._counts.get(item, 0.0) == least)
+
+
+class Belady:
+    """The one that is needed again last goes: no policy has fewer loads. It knows the future: for traces alone.
+
+    `visits` are those of its pool, in order, each the items that a pass needs.
+    """
+
+    def __init__(self, visits: Sequence[Sequence[Item]]) -> None:
+        self._next: dict[Item, list[int]] = {}
+        for at in range(len(visits) - 1, -1, -1):
+            for item in visits[at]:
+                self._next.setdefault(item, []).append(at)
+        self._at = -1
+
+    def visit(self, needed: Sequence[Item]) -> None:
+        self._at += 1
+
+    def use(self, item: Item) -> None:
+        """Nothing to remember."""
+
+    def victim(self, items: Iterable[Item]) -> Item:
+        return max(items, key=self._again)
+
+    def _again(self, item: Item) -> float:
+        visits = self._next.get(item, [])
+        while visits and visits[-1] <= self._at:
+            visits.pop()
+        return visits[-1] if visits else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An expert that is to be brought into a slot; not before `after`, of the same pass, is computed if that is set."""
+
+    item: Item
+    slot: int
+    after: Item | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a pass finds (and in which slots) and what it must bring in. Experts are computed in the order of `hits`,
+    then of `loads`; `most` at a time where others wait for their slots."""
+
+    hits: Mapping[Item, int]
+    loads: tuple[Load, ...]
+    most: int
+
+
+class Pool:
+    """Slots, and who is in them once all visits so far are over."""
+
+    def __init__(self, slots: int, policy: Policy):
+        self.slots = slots
+        self.policy = policy
+        self.evictions = 0
+        self._held: OrderedDict[Item, int] = OrderedDict()
+        self._free = list(range(slots - 1, -1, -1))
+
+    def visit(self, needed: Sequence[Item]) -> Visit:
+        """A pass needs these, ascending: decides what comes into which slot."""
+        self.policy.visit(needed)
+        held, wanted = self._held, set(needed)
+        hits = {item: held[item] for item in needed if item in held}
+        for item in hits:
+            self.policy.use(item)
+        most = max(1, self.slots // 2)
+        missing = [item for item in needed if item not in held]
+        loads: list[Load] = []
+        for i, item in enumerate(missing):
+            self.policy.use(item)
+            after = None
+            if self._free:
+                slot = self._free.pop()
+            else:
+                first = max(0, i // most - (self.slots > 1)) * most  # from here on they may not be computed yet
+                gone = self._victim(wanted, set(missing[first:]))
+                after = gone if gone in wanted else None
+                slot = held.pop(gone)
+                self.evictions += 1
+            held[item] = slot
+            loads.append(Load(item, slot, after))
+        return Visit(hits, tuple(loads), most)
+
+    def forget(self, *items: Item) -> None:
+        """These did not come, or are no longer wanted: their slots are free."""
+        for item in items:
+            slot = self._held.pop(item, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def clear(self) -> None:
+        self.forget(*list(self._held))
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _victim(self, wanted: set[Item], waiting: set[Item]) -> Item:
+        idle = [item for item in self._held if item not in wanted]
+        return self.policy.victim(idle or [item for item in self._held if item not in waiting])
+
+
+# --- what a window has for experts -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Slots that experts of `layers` pass through; `sizes` are the bytes of a slot's pieces, one for each slice."""
+
+    layers: tuple[int, ...]
+    slots: int
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """Experts that stay, by layer, and pools for the others. `parts`: slots hold slices, an expert is too large."""
+
+    policy: str
+    pools: tuple[PoolPlan, ...]
+    stay: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    stay_bytes: int = 0
+    parts: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.stay_bytes + sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def reason(self) -> str:
+        """One line for the report."""
+        slots = sum(pool.slots for pool in self.pools)
+        if not slots:
+            return f"all {sum(map(len, self.stay.values()))} experts fit"
+        if self.parts:
+            return f"experts pass in slices through {slots} slots of {self.pools[0].sizes[0] / 2**20:.1f} MiB"
+        counts = sorted({pool.slots for pool in self.pools})
+        spread = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        if len(self.pools) == 1 and len(self.pools[0].layers) > 1:
+            ways = f"{sum(map(len, self.stay.values()))} experts stay, the others pass through {slots} slots"
+        else:
+            ways = f"{spread} experts a layer, {self.policy}"
+        return f"{ways} ({self.nbytes >> 20} MiB)"
+
+
+Mapped = Callable[[SliceSpec], int]
+
+
+def piece_sizes(layers: Sequence[ExpertLayer], mapped: Mapped) -> tuple[int, ...]:
+    """Bytes of the pieces of a slot that holds any expert of these layers, in whole pages."""
+    shapes = set()
+    for layer in layers:
+        for expert in range(len(layer)):
+            shapes.add(tuple(align(mapped(s)) for t in layer.tensors(expert) for s in t.slices))
+    return tuple(max(sizes) for sizes in zip_longest(*shapes, fillvalue=0))
+
+
+def plan_experts(
+    layers: Sequence[ExpertLayer], room: int, mapped: Mapped, policy: str = "lru", profile: Profile | None = None
+) -> ExpertPlan | None:
+    """What `room` bytes are for experts: all of them if they fit; else a pool a layer of as many bytes each, or with
+    "pinned" the most used of the profile, and a pool that all layers share. None where two experts have no room.
+
+    Raises UsageError for an unknown policy, or for "pinned" without a profile of these layers.
+    """
+    check_policy(policy)
+    sizes = {layer.layer: piece_sizes([layer], mapped) for layer in layers}
+    everything = sum(len(layer) * sum(sizes[layer.layer]) for layer in layers)
+    if everything <= room:
+        stay = {layer.layer: tuple(range(len(layer))) for layer in layers}
+        return ExpertPlan(policy, (), stay, everything)
+    numbers = tuple(layer.layer for layer in layers)
+    widest = tuple(max(each) for each in zip_longest(*sizes.values(), fillvalue=0))
+    if room < LEAST * sum(widest):
+        return None
+    if policy == "pinned":
+        counts = _checked(layers, profile)
+        shared = max(LEAST, min(SHARED, room // 4 // sum(widest)))
+        stay, used = _most_used(counts, {n: sum(s) for n, s in sizes.items()}, room - shared * sum(widest))
+        return ExpertPlan(policy, (PoolPlan(numbers, shared, widest),), stay, used)
+    slots = {layer.layer: min(len(layer), room // len(layers) // sum(sizes[layer.layer])) for layer in layers}
+    if min(slots.values()) >= LEAST:
+        return ExpertPlan(policy, tuple(PoolPlan((n,), slots[n], sizes[n]) for n in numbers))
+    most = sum(len(layer) for layer in layers)
+    return ExpertPlan(policy, (PoolPlan(numbers, min(most, room // sum(widest)), widest),))
+
+
+def plan_parts(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, slots: int, policy: str) -> ExpertPlan:
+    """The least: slots for two experts that all layers share, or if `room` is too small for that, as many `slots` for
+    slices. Raises UsageError with what is missing."""
+    numbers = tuple(layer.layer for layer in layers)
+    sizes = piece_sizes(layers, mapped)
+    if LEAST * sum(sizes) <= room:
+        return ExpertPlan(policy, (PoolPlan(numbers, LEAST, sizes),))
+    pool = PoolPlan(numbers, slots, (max(sizes),))
+    if pool.nbytes > room:
+        raise UsageError(
+            f"the window is too small by {pool.nbytes - room:,} bytes: beside the slices of dense weights {slots} "
+            f"slices of experts take {pool.nbytes:,} bytes: give --window {-(-(pool.nbytes - room) >> 20)}M more"
+        )
+    return ExpertPlan(policy, (pool,), parts=True)
+
+
+def check_policy(policy: str) -> str:
+    if policy not in POLICIES:
+        raise UsageError(f"expert policy {policy!r}: known are {', '.join(POLICIES)}")
+    return policy
+
+
+def make_policy(policy: str) -> Policy:
+    """Of a pool's slots; what stays by "pinned" is in none, and the others pass by age."""
+    return Lfu() if policy == "lfu" else Lru()
+
+
+def _checked(layers: Sequence[ExpertLayer], profile: Profile | None) -> Profile:
+    if profile is None:
+        raise UsageError("expert policy pinned needs a routing profile in the pack: `ork skew MODEL -f TEXT --save`")
+    for layer in layers:
+        if len(profile.get(layer.layer, ())) != len(layer):
+            raise UsageError(
+                f"the pack's routing profile does not hold {len(layer)} experts of layer {layer.layer}: "
+                "make it again with `ork skew MODEL -f TEXT --save`"
+            )
+    return profile
+
+
+def _most_used(profile: Profile, sizes: Mapping[int, int], room: int) -> tuple[dict[int, tuple[int, ...]], int]:
+    """The experts with the most uses a byte that fit, each layer's uses as shares of that layer's; and their bytes."""
+    ranked = sorted(
+        (-count / max(1, sum(counts)) / sizes[layer], layer, expert)
+        for layer, counts in profile.items()
+        if layer in sizes
+        for expert, count in enumerate(counts)
+    )
+    stay: dict[int, list[int]] = {layer: [] for layer in sizes}
+    used = 0
+    for _, layer, expert in ranked:
+        if used + sizes[layer] <= room:
+            stay[layer].append(expert)
+            used += sizes[layer]
+    return {layer: tuple(sorted(experts)) for layer, experts in stay.items()}, used

@@ -1,0 +1,319 @@
+"""Experts in a window: the right bytes whatever is routed, no more of them than asked for, loads as the pools say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ork.errors import StorageError, UsageError
+from ork.residency.experts import HALF_LIFE, Belady, Lfu, Lru, Policy, Pool, Visit, plan_experts
+from ork.residency.stream import ExpertLayer, Stream
+from ork.residency.window import Window
+from tests.residency.fakes import ROOM, FakeDevice, FakeSource, right, tensor
+
+LAYERS, EXPERTS = 3, 6
+DENSE = 2  # slices a layer
+EXPERT = 4  # slices: gate 1, up 1, down 2
+
+
+def expert_layer(layer: int, experts: int = EXPERTS, down: int = 2) -> ExpertLayer:
+    at = f"blk.{layer}.ffn_"
+    parts = [
+        tuple(tensor(f"{at}{part}_exps.weight#{e}", n) for e in range(experts))
+        for part, n in (("gate", 1), ("up", 1), ("down", down))
+    ]
+    return ExpertLayer(layer, *parts)
+
+
+class Model:
+    """A window over three layers of six experts each, and what its device and source saw."""
+
+    def __init__(self, slots: int, *, prefetch: bool = True, policy: str = "lru", spare: int = 0, **fakes: Any):
+        self.dense = [tensor("output.weight", 1), *(tensor(f"blk.{i}.attn_q.weight", DENSE) for i in range(LAYERS))]
+        self.layers = [expert_layer(i) for i in range(LAYERS)]
+        every = [t for layer in self.layers for e in range(EXPERTS) for t in layer.tensors(e)]
+        self.source = FakeSource([*self.dense, *every], **fakes)
+        self.device = FakeDevice()
+        slices = 1 + DENSE * LAYERS + slots * EXPERT + spare
+        profile = {i: [(e * 7 + i) % EXPERTS for e in range(EXPERTS)] for i in range(LAYERS)}
+        self.window = Window(
+            self.source,  # type: ignore[arg-type]
+            self.device,  # type: ignore[arg-type]
+            slices * ROOM,
+            prefetch=prefetch,
+            expert_policy=policy,
+            profile=profile if policy == "pinned" else None,
+        )
+        self.window.tensors = self.dense
+        self.window.expert_layers = self.layers
+
+    def visit(self, layer: int, needed: Sequence[int]) -> list[int]:
+        """A pass of a layer, each slice of each expert looked at; the experts in the order in which they came."""
+        seen: dict[int, list[tuple[str, int]]] = {}
+        for ids, handles in self.window.experts(self.layers[layer], needed):
+            assert len(ids) == len(set(ids)) == len(handles)
+            for e, roles in zip(ids, handles):
+                for held in roles:
+                    for handle in held:
+                        assert right(handle)
+                        seen.setdefault(e, []).append(handle[0])
+            assert all(right(h) for roles in handles for held in roles for h in held), "taken while it is computed"
+        for e, keys in seen.items():
+            assert keys == [(t.name, i) for t in self.layers[layer].tensors(e) for i in range(len(t.slices))]
+        assert sorted(seen) == list(needed)
+        assert self.window.stats.peak_bytes <= self.window.window
+        assert self.device.peak <= self.window.window
+        return list(seen)
+
+
+visits = st.lists(
+    st.tuples(st.integers(0, LAYERS - 1), st.sets(st.integers(0, EXPERTS - 1), min_size=1).map(sorted)),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(visits=visits, slots=st.integers(2, LAYERS * EXPERTS), policy=st.sampled_from(["lru", "lfu", "pinned"]))
+def test_any_routing_finds_the_right_bytes(visits: list[tuple[int, list[int]]], slots: int, policy: str) -> None:
+    counts = []
+    for prefetch in (True, False):
+        model = Model(slots, policy=policy, prefetch=prefetch)
+        model.window.reside()
+        live = model.device.live
+        for layer, needed in visits:
+            model.visit(layer, needed)
+            assert model.device.live == live, "slots are made once"
+        stats = model.window.stats.experts
+        assert stats.lookups.total() == sum(len(needed) for _, needed in visits)
+        stay = sum(map(len, model.window.expert_plan.stay.values())) if model.window.expert_plan else 0
+        assert stats.hits.total() + stats.loads.total() - stay == stats.lookups.total()
+        counts.append((stats.lookups, stats.hits, stats.loads, stats.moved_bytes))
+        model.window.close()
+        assert (model.device.live, model.window.stats.resident_bytes) == (0, 0)
+    assert counts[0] == counts[1], "prefetch changes when, not what"
+
+
+@settings(max_examples=20, deadline=None)
+@given(visits=visits, spare=st.integers(1 - DENSE * LAYERS, 6))
+def test_in_a_window_that_dense_weights_fill(visits: list[tuple[int, list[int]]], spare: int) -> None:
+    """Experts pass whole through two slots, or in slices where there is not even room for two."""
+    model = Model(0, spare=spare + 2)
+    for layer, needed in visits:
+        for t in (model.dense[0], model.dense[1 + layer]):
+            for _, handles in model.window.batches([t]):
+                assert all(right(h) for h in handles)
+        model.visit(layer, needed)
+    assert model.window.stats.experts.lookups.total() == sum(len(needed) for _, needed in visits)
+    model.window.close()
+    assert model.device.live == 0
+
+
+def test_a_window_for_less_than_that_is_refused() -> None:
+    model = Model(0, spare=-DENSE * LAYERS + 2)  # three slices: two of dense weights, one of experts
+    with pytest.raises(UsageError, match=r"too small by .* give --window 1M more"):
+        model.window.staying()
+    assert model.device.live == 0
+
+
+# --- pools against what policies mean ----------------------------------------------------------------------------
+
+
+def replay(pool: Pool, visits: Sequence[Sequence[tuple[int, ...]]]) -> Iterator[Visit]:
+    """Visits of a pool, with a plain memory beside it: who is in which slot."""
+    memory: dict[int, tuple[int, ...]] = {}
+    for needed in visits:
+        before = set(memory.values())
+        visit = pool.visit(needed)
+        assert set(visit.hits) == before & set(needed)
+        assert sorted([*visit.hits, *(load.item for load in visit.loads)]) == sorted(needed)
+        assert all(memory[slot] == item for item, slot in visit.hits.items())
+        done = list(visit.hits)
+        for i, load in enumerate(visit.loads):
+            gone = memory.get(load.slot)
+            # it is not needed, or was computed before: with a batch of `most` in hand all the same
+            ended = [*done, *(x.item for x in visit.loads[: max(0, i - (visit.most - 1 if pool.slots > 1 else 0))])]
+            assert gone not in needed or (gone in ended and load.after == gone)
+            assert load.after in (None, gone)
+            memory[load.slot] = load.item
+        assert len(memory) <= pool.slots
+        assert {slot: item for item, slot in pool._held.items()} == memory
+        yield visit
+
+
+items = st.lists(
+    st.sets(st.integers(0, 9), min_size=1, max_size=6).map(lambda s: [(0, e) for e in sorted(s)]), max_size=40
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(visits=items, slots=st.integers(1, 9))
+def test_no_slot_is_taken_from_an_expert_in_use(visits: list[list[tuple[int, ...]]], slots: int) -> None:
+    policies: list[Policy] = [Lru(), Lfu(), Belady(visits)]
+    loads = [sum(len(v.loads) for v in replay(Pool(slots, policy), visits)) for policy in policies]
+    if slots >= 6:  # of what a pass needs
+        assert loads[2] <= min(loads)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sequence=st.lists(st.integers(0, 7), max_size=60), slots=st.integers(1, 8))
+def test_one_expert_at_a_time_is_a_textbook_cache(sequence: list[int], slots: int) -> None:
+    """LRU against a list; Belady against trying every choice is left to the bound above, and to this: FIFO is no
+    better."""
+    held: list[int] = []
+    expected = []
+    for e in sequence:
+        expected.append(e in held)
+        if e in held:
+            held.remove(e)
+        held = [*held, e][-slots:]
+    visits = [[(0, e)] for e in sequence]
+    assert [bool(v.hits) for v in replay(Pool(slots, Lru()), visits)] == expected
+    best = sum(bool(v.hits) for v in replay(Pool(slots, Belady(visits)), visits))
+    assert best >= sum(expected)
+
+
+def test_lfu_keeps_what_is_used_and_lets_go_of_what_was() -> None:
+    pool = Pool(2, Lfu())
+    for _ in range(5):
+        pool.visit([(0, 1)])
+    for other in (2, 3, 4):
+        pool.visit([(0, other)])
+        assert (0, 1) in pool, "an expert that came once takes the slot of another that came once"
+    for _ in range(8 * HALF_LIFE):  # what was popular long ago is not for ever
+        pool.visit([(0, 5)])
+    pool.visit([(0, 6)])
+    pool.visit([(0, 5)])
+    assert (0, 1) not in pool or (0, 6) in pool
+
+
+# --- what comes first, and what goes wrong -----------------------------------------------------------------------
+
+
+def test_present_experts_are_computed_while_the_others_come() -> None:
+    model = Model(LAYERS * 4)
+    model.visit(0, [1, 2])
+    model.source.allowed.clear()  # the disk does not answer
+    batches = model.window.experts(model.layers[0], [0, 1, 2, 3])
+    ids, _ = next(batches)
+    assert ids == [1, 2]
+    model.source.allowed.set()
+    assert sorted(e for ids, _ in batches for e in ids) == [0, 3]
+    model.window.close()
+
+
+def test_missing_experts_are_asked_for_at_once() -> None:
+    """Reads that wait for each other: one after the other they would never end."""
+    together = threading.Barrier(3, timeout=20)
+
+    def meet(key: tuple[str, int]) -> None:
+        if "gate_exps" in key[0]:
+            together.wait()
+
+    model = Model(LAYERS * 4, fail=meet)
+    assert model.visit(1, [0, 3, 5]) == [0, 3, 5]
+    model.window.close()
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_an_expert_that_cannot_be_read(prefetch: bool) -> None:
+    """One line, every slot as before, and what can be read still is."""
+    broken = {"blk.1.ffn_up_exps.weight#3"}
+
+    def fail(key: tuple[str, int]) -> None:
+        if key[0] in broken:
+            raise OSError(5, "Input/output error")
+
+    model = Model(LAYERS * 4, prefetch=prefetch, fail=fail)
+    model.visit(1, [0, 1])
+    with pytest.raises(StorageError, match=r"blk\.1\.ffn_\w+_exps\.weight#3 .*could not be loaded: OSError"):
+        model.visit(1, [0, 2, 3, 4])
+    model.visit(1, [0, 2, 4])
+    broken.clear()
+    model.visit(1, [0, 1, 2, 3, 4, 5])
+    model.window.close()
+    assert model.device.live == 0
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_pass_that_is_given_up(prefetch: bool) -> None:
+    """An op that fails half-way leaves no slot taken; two passes at a time are refused, not mixed up."""
+    model = Model(LAYERS * 3, prefetch=prefetch)
+    batches = model.window.experts(model.layers[0], [0, 1, 2, 3, 4, 5])
+    next(batches)
+    with pytest.raises(RuntimeError, match="before another pass was ended"):
+        model.visit(1, [0])
+    batches.close()  # type: ignore[attr-defined]
+    for _ in range(3):
+        model.visit(0, [0, 1, 2, 3, 4, 5])
+        model.visit(1, [2, 5])
+    batches = model.window.experts(model.layers[2], [0, 1, 2, 3, 4, 5])
+    next(batches)
+    model.window.close()  # with a pass half done
+    batches.close()  # type: ignore[attr-defined]
+    assert model.device.live == 0
+
+
+def test_without_a_window_experts_lie_where_they_lie() -> None:
+    model = Model(2)
+    stream = Stream(model.source, model.device)  # type: ignore[arg-type]
+    stream.tensors, stream.expert_layers = model.dense, model.layers
+    for _ in range(2):
+        ((ids, handles),) = stream.experts(model.layers[1], [1, 4])
+        assert ids == [1, 4]
+        assert [h[0] for role in handles[1] for h in role] == [
+            (t.name, i) for t in model.layers[1].tensors(4) for i in range(len(t.slices))
+        ]
+    assert list(stream.experts(model.layers[1], [])) == []
+    stats = stream.stats.experts
+    assert (stats.lookups[1], stats.hits[1], stats.loads[1], stats.hit_rate) == (4, 2, 2, 0.5)
+    stream.reside()
+    list(stream.experts(model.layers[2], range(EXPERTS)))
+    assert stream.stats.lazy == 0
+    assert stats.loads.total() == 2 + EXPERTS, "first use of a handle, though it was brought in before"
+    stream.close()
+    assert model.device.live == 0
+
+
+# --- plans -------------------------------------------------------------------------------------------------------
+
+
+def test_plans() -> None:
+    layers = [expert_layer(i) for i in range(LAYERS)]
+
+    def mapped(_: object) -> int:
+        return ROOM - 5
+
+    size = EXPERT * ROOM
+    everything = plan_experts(layers, LAYERS * EXPERTS * size, mapped)
+    assert everything is not None
+    assert (everything.pools, everything.nbytes) == ((), LAYERS * EXPERTS * size)
+    assert everything.reason == "all 18 experts fit"
+    half = plan_experts(layers, LAYERS * EXPERTS * size // 2, mapped)
+    assert half is not None
+    assert [(p.layers, p.slots) for p in half.pools] == [((0,), 3), ((1,), 3), ((2,), 3)]
+    assert half.reason.startswith("3 experts a layer, lru")
+    little = plan_experts(layers, 5 * size, mapped)  # less than two a layer: nothing would be kept to any use
+    assert little is not None
+    assert [(p.layers, p.slots) for p in little.pools] == [((0, 1, 2), 5)]
+    assert plan_experts(layers, 2 * size - 1, mapped) is None
+
+
+def test_what_a_profile_says_stays() -> None:
+    layers = [expert_layer(i) for i in range(LAYERS)]
+    profile = {0: [9, 0, 0, 1, 0, 0], 1: [1, 1, 1, 1, 1, 5], 2: [2, 2, 2, 2, 1, 1]}
+    plan = plan_experts(layers, 8 * EXPERT * ROOM, lambda _: ROOM, "pinned", profile)
+    assert plan is not None
+    assert plan.pools[0].slots == 2
+    assert plan.stay == {0: (0,), 1: (5,), 2: (0, 1, 2, 3)}, "by share of the layer's uses"
+    with pytest.raises(UsageError, match="needs a routing profile in the pack: `ork skew"):
+        plan_experts(layers, 8 * EXPERT * ROOM, lambda _: ROOM, "pinned")
+    with pytest.raises(UsageError, match="does not hold 6 experts of layer 2"):
+        plan_experts(layers, 8 * EXPERT * ROOM, lambda _: ROOM, "pinned", {**profile, 2: [1, 2]})
+    with pytest.raises(UsageError, match="expert policy 'mru': known are lru, lfu, pinned"):
+        plan_experts(layers, 8 * EXPERT * ROOM, lambda _: ROOM, "mru")
