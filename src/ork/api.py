@@ -29,6 +29,7 @@ from ork.npu.kernel import Kernel
 from ork.ops import Ops
 from ork.pack.notes import write_note
 from ork.pack.reader import Pack
+from ork.residency.experts import Profile, check_policy, profile_of
 from ork.residency.planner import Placement, arrange
 from ork.residency.source import PackSource
 from ork.residency.stream import Ready, SliceSource, Stream, Streams
@@ -60,8 +61,10 @@ class LoadedModel:
         domains: int | None = None,
         w4a4: bool = False,
         unproven: bool = False,
+        expert_policy: str = "lru",
     ):
         self.pack = pack
+        self._expert_policy = check_policy(expert_policy)
         self._window, self._prefetch = window, prefetch
         self.device, self.device_reason = open_device(
             device, threads=threads, min_rows=min_rows, board=board, w4a4=w4a4, unproven=unproven
@@ -100,6 +103,13 @@ class LoadedModel:
                 write_note(self.pack.path, "placement", placement.note())
         return placement
 
+    def profile(self) -> Profile | None:
+        """How often each expert was chosen when `ork skew --save` counted, if the pack's notes say."""
+        if isinstance(self.pack, Pack):
+            with contextlib.suppress(PackError):
+                return profile_of(self.pack.notes().get("routing"))
+        return None
+
     @property
     def windowed(self) -> bool:
         """Whether the model has a window, whether or not all of it fits there."""
@@ -116,11 +126,18 @@ class LoadedModel:
         self.stream: Streams = (
             Stream(self.source, self.device)
             if self._window is None
-            else Window(self.source, self.device, self._window, prefetch=self._prefetch)
+            else Window(
+                self.source,
+                self.device,
+                self._window,
+                prefetch=self._prefetch,
+                expert_policy=self._expert_policy,
+                profile=self.profile(),
+            )
         )
         self.ops = ops = Ops(self.stream, self.device)
         self.model = models.build(ops)
-        self.stream.tensors = models.cycle(ops)
+        self.stream.tensors, self.stream.expert_layers = models.cycle(ops), ops.expert_layers
         config = self.model.config
         if context is not None and not 1 <= context <= config.context:
             raise UsageError(f"-c {context}: this model was trained for contexts of 1 to {config.context}")
@@ -296,6 +313,7 @@ def load(
     preload: bool = False,
     domains: int | None = None,
     w4a4: bool = False,
+    expert_policy: str = "lru",
     draft: str | os.PathLike[str] | None = None,
     draft_max: int | None = None,
     max_ram: int = DEFAULT_MAX_RAM,
@@ -306,6 +324,8 @@ def load(
     `window` bytes of weights at most are kept on the device, the rest is streamed, ahead of the ops with `prefetch`.
     `preload` brings in what stays before the first op (see `LoadedModel.ready`); `domains` spreads it over so many of
     the NPU's 4 GiB domains (default: as few as hold it).
+    `expert_policy` says which routed experts a window keeps: "lru", "lfu", or "pinned" by the pack's routing profile
+    (`ork skew --save`).
     `draft` is a small model of the same vocabulary, or "ngram" for prompt look-up: up to `draft_max` of its tokens are
     checked in one pass, and the text stays the same.
     `w4a4` quantises the rows that meet i4 weights to four bits, as the NPU's int4 products want them.
@@ -325,6 +345,7 @@ def load(
         preload=preload,
         domains=domains,
         w4a4=w4a4,
+        expert_policy=expert_policy,
     )
     if draft is not None:
         try:

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native
-from ork.devices.base import Device
+from ork.devices.base import Device, Handle
 from ork.errors import SourceError
-from ork.residency.stream import Streams, TensorSpec
+from ork.residency.stream import ExpertHandles, ExpertLayer, Streams, TensorSpec
 
 Array = native.Array
 Batch = native.Batch
+Routes = native.Routes
 
 GATES = {"silu": 0, "gelu_tanh": 1}
 FLOATS = ("f16", "f32")  # codecs whose products take f32 rows
@@ -43,18 +44,34 @@ class Weight:
         self.rows = None if self.codec in FLOATS else (tensor.rotation, tensor.mix, tensor.act_group)
 
 
+class ExpertWeights:
+    """The routed experts of a layer: their tensors, and of each projection what they all have in common."""
+
+    __slots__ = ("down", "gate", "layer", "up")
+
+    def __init__(self, layer: ExpertLayer, gate: Weight, up: Weight, down: Weight):
+        self.layer = layer
+        self.gate = gate
+        self.up = up
+        self.down = down
+
+
 class Ops:
-    """What models call. One instance per loaded model; `cache` is the KV cache its attention reads and writes."""
+    """What models call. One instance per loaded model; `cache` is the KV cache its attention reads and writes, `conv`
+    that of short convolutions."""
 
     def __init__(self, stream: Streams, device: Device):
         self.stream = stream
         self.source = stream.source
         self.device = device
         self.cache: native.KvCache | None = None
+        self.conv: native.ConvCache | None = None
         self.used: set[str] = set()  # names that the model asked for
-        self.weights: list[TensorSpec] = []  # in the order in which they were asked for
-        # called in `linear` with the weights and the f32 rows they read: how calibration listens to a pass
+        self.weights: list[TensorSpec] = []  # in the order in which they were asked for, without routed experts
+        self.expert_layers: list[ExpertLayer] = []
+        # called with the weights that are multiplied and the f32 rows they read: how calibration listens to a pass
         self.observer: Callable[[Sequence[Weight], Array], None] | None = None
+        self.router: Callable[[int, Routes], None] | None = None  # called with a layer's number and where its rows go
         self._vectors: dict[str, Array] = {}
 
     # --- weights: looked up once, when the model is built ----------------------------------------------------
@@ -69,14 +86,43 @@ class Ops:
 
     def weight(self, name: str, N: int, K: int, bias: str | None = None) -> Weight:
         """The weight `name` of shape [N, K], with the bias vector `bias` if the model has one of that name."""
+        tensor = self._spec(name, N, K)
+        self.weights.append(tensor)
+        return self._weight(tensor, self.vector(bias, N) if bias and bias in self.source else None)
+
+    def experts_of(self, layer: int, count: int, width: int, ffn: int) -> ExpertWeights:
+        """The routed experts of a layer, tensors `blk.L.ffn_{gate,up,down}_exps.weight#E`. Raises SourceError naming
+        the one that is missing, of another shape, or stored in another way than its neighbours."""
+        projections = []
+        for part, n, k in (("gate", ffn, width), ("up", ffn, width), ("down", width, ffn)):
+            name = f"blk.{layer}.ffn_{part}_exps.weight"
+            specs = tuple([self._spec(f"{name}#{e}", n, k) for e in range(count)])
+            kinds = {(t.codec, t.rotation, t.mix, t.act_group): t.name for t in specs}
+            if len(kinds) > 1:
+                raise SourceError(
+                    f"tensor {sorted(kinds.values())[0]}: the experts of a layer are stored in several ways"
+                )
+            projections.append(specs)
+        experts = ExpertLayer(layer, *projections)
+        self.expert_layers.append(experts)
+        return ExpertWeights(experts, *[self._weight(specs[0], None) for specs in projections])
+
+    def taps(self, name: str, width: int, count: int) -> Array:
+        """The weights of a short convolution, stored [width, count], as [count, width]."""
+        values = self.vector(name, width * count).numpy().reshape(width, count)
+        return Array.of(np.ascontiguousarray(values.T))
+
+    def _spec(self, name: str, N: int, K: int) -> TensorSpec:
         self.used.add(name)
         tensor = self.source.spec(name)
         if (tensor.N, tensor.K) != (N, K):
             raise SourceError(f"tensor {name}: shape {tensor.N} x {tensor.K} where the metadata asks for {N} x {K}")
-        self.weights.append(tensor)
-        signs = self._shared(f"rotation.signs.{K}", K) if tensor.rotation else None
+        return tensor
+
+    def _weight(self, tensor: TensorSpec, bias: Array | None) -> Weight:
+        signs = self._shared(f"rotation.signs.{tensor.K}", tensor.K) if tensor.rotation else None
         mix = self._shared(f"rotation.mix.{tensor.mix}", tensor.mix**2) if tensor.mix else None
-        return Weight(tensor, signs, mix, self.vector(bias, N) if bias and bias in self.source else None)
+        return Weight(tensor, signs, mix, bias)
 
     def _shared(self, name: str, n: int) -> Array:
         if name not in self._vectors:
@@ -105,6 +151,57 @@ class Ops:
                 biases = [alike[i][0].bias for i in indices]
                 self.device.linear(handles, x, rows, outs, biases)
         return results
+
+    # --- mixture of experts -----------------------------------------------------------------------------------
+
+    def route(
+        self,
+        layer: int,
+        logits: Array,
+        top_k: int,
+        *,
+        kind: str = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+        bias: Array | None = None,
+        groups: tuple[int, int] = (1, 1),
+    ) -> Routes:
+        """Where each row of router logits [M, experts] goes: `top_k` experts and their weights.
+
+        Scores are softmax or sigmoid of the logits; `bias` is added for the choice alone; of `groups` (n, used), the
+        `used` with the largest sum of two best scores are chosen from; equal scores go to the lower number.
+        `normalise`: weights add up to `scale`. Raises SourceError for logits that are not finite.
+        """
+        routes = native.route(logits, top_k, kind == "sigmoid", normalise, scale, bias, *groups)
+        if isinstance(routes, int):
+            raise SourceError(
+                f"blk.{layer}.ffn_gate_inp.weight: the router's logits of row {routes} are not finite: the model is "
+                "damaged, or its activations overflow"
+            )
+        if self.router is not None:
+            self.router(layer, routes)
+        return routes
+
+    def experts(self, x: Array, routes: Routes, experts: ExpertWeights, act: str) -> Array:
+        """The weighted sum over each row's experts of down(act(gate(x)) * up(x)). [M, width]
+
+        Rows are quantised once and gathered by expert; the experts that are there together are computed in one
+        parallel section a projection. A row's result depends on that row alone.
+        """
+        return _ExpertPass(self, x, routes, experts, act).run()
+
+    def gate_rows(self, x: Array, weight: Array, y: Array) -> Array:
+        """y times the sigmoid of x . weight, row by row, in place."""
+        native.gate_rows(x, weight, y)
+        return y
+
+    def short_conv(self, layer: int, batch: Batch, x: Array, taps: Array) -> Array:
+        """Rows [b | c | x] -> c * conv(b * x): causal, of each channel by itself; b * x goes to the layer's cache."""
+        if self.conv is None:
+            raise RuntimeError("the engine sets Ops.conv before a forward pass")
+        return native.short_conv(self.conv, layer, batch, x, taps)
+
+    # --- rows, again ------------------------------------------------------------------------------------------
 
     def norm(self, x: Array, weight: Array, eps: float) -> Array:
         """RMSNorm of each row."""
@@ -164,6 +261,94 @@ class Ops:
         if self.cache is None:
             raise RuntimeError("the engine sets Ops.cache before a forward pass")
         return native.attention(self.cache, layer, batch, q, k, v, heads, scale, window, softcap)
+
+
+class _ExpertPass:
+    """One call of `Ops.experts`: what lies between the gathered rows and their weighted sum."""
+
+    def __init__(self, ops: Ops, x: Array, routes: Routes, experts: ExpertWeights, act: str):
+        self.ops, self.routes, self.experts, self.act = ops, routes, experts, GATES[act]
+        self.offsets = routes.offsets()
+        self.gathered = ops.observer is not None  # as f32 rows, whatever the products take
+        self.x, self.read = self._gather(x)
+        count = routes.rows * routes.top_k
+        self.g, self.u = Array(count, experts.gate.N), Array(count, experts.up.N)
+        self.y = Array(count, experts.down.N)
+        how = experts.down.rows
+        self.limit = ops.device.activation_limit(experts.down.codec) if how else 0
+        self.rows = native.empty_rows(count, experts.down.K, how[2]) if how else None
+
+    def run(self) -> Array:
+        ops, offsets = self.ops, self.offsets
+        needed = [e for e in range(self.routes.experts) if offsets[e] < offsets[e + 1]]
+        if ops.observer is not None:
+            for e in needed:
+                self._observe(self.x, e, self.experts.layer.gate[e], self.experts.layer.up[e])
+        gated: set[int] = set()
+        for numbers, handles in ops.stream.experts(self.experts.layer, needed):
+            self._up(numbers, handles)
+            fresh = [e for e, (_, _, down) in zip(numbers, handles) if down and e not in gated]
+            if fresh:
+                self._gate(sorted(fresh))
+                gated.update(fresh)
+            self._down(numbers, handles)
+        return native.weighted_sum(self.y, self.routes)
+
+    def _gather(self, x: Array) -> tuple[Array, list[native.QuantisedRows | None]]:
+        """The gathered rows as f32 (where anything reads them so) and as the gate and up projections read them."""
+        ops, routes = self.ops, self.routes
+        pair = (self.experts.gate, self.experts.up)
+        kinds = [(w.rows, ops.device.activation_limit(w.codec) if w.rows else 0) for w in pair]
+        made: dict[object, native.QuantisedRows | None] = {}
+        for w, kind in zip(pair, kinds):
+            how, limit = kind
+            if how is not None and kind not in made:
+                rows = native.quantise(x, w.signs, w.block, how[2], w.mix, limit)
+                made[kind] = native.gather_rows(rows, routes)
+        if self.gathered or any(how is None for how, _ in kinds):
+            x = native.gather_floats(x, routes)
+        return x, [made.get(kind) for kind in kinds]
+
+    def _ranges(self, numbers: Sequence[int]) -> npt.NDArray[np.int32]:
+        return np.array([(self.offsets[e], self.offsets[e + 1]) for e in numbers], np.int32).reshape(-1, 2)
+
+    def _up(self, numbers: Sequence[int], handles: Sequence[ExpertHandles]) -> None:
+        gate, up = ([(e, h) for e, held in zip(numbers, handles) for h in held[i]] for i in (0, 1))
+        if self.read[0] is self.read[1]:
+            self._linear(self.x, self.read[0], gate + up, [self.g] * len(gate) + [self.u] * len(up))
+        else:
+            self._linear(self.x, self.read[0], gate, [self.g] * len(gate))
+            self._linear(self.x, self.read[1], up, [self.u] * len(up))
+
+    def _gate(self, numbers: Sequence[int]) -> None:
+        w = self.experts.down
+        native.gate_experts(
+            self.act, self.g, self.u, self._ranges(numbers), self.rows, w.signs, w.block, w.mix, self.limit
+        )
+        if self.ops.observer is not None:
+            for e in numbers:
+                self._observe(self.g, e, self.experts.layer.down[e])
+
+    def _down(self, numbers: Sequence[int], handles: Sequence[ExpertHandles]) -> None:
+        down = [(e, h) for e, held in zip(numbers, handles) for h in held[2]]
+        self._linear(self.g, self.rows, down, [self.y] * len(down))
+
+    def _linear(
+        self,
+        x: Array,
+        rows: native.QuantisedRows | None,
+        jobs: Sequence[tuple[int, Handle]],
+        outs: Sequence[Array],
+    ) -> None:
+        if jobs:
+            ranges = self._ranges([e for e, _ in jobs])
+            self.ops.device.linear_experts([h for _, h in jobs], ranges, x, rows, outs)
+
+    def _observe(self, x: Array, expert: int, *tensors: TensorSpec) -> None:
+        ops = self.ops
+        assert ops.observer is not None
+        rows = np.arange(self.offsets[expert], self.offsets[expert + 1], dtype=np.int32)
+        ops.observer([ops._weight(t, None) for t in tensors], native.take(x, rows))
 
 
 def inverse_frequencies(base: float, dim: int) -> list[float]:

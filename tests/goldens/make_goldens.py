@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import moe_gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -53,6 +54,7 @@ class Golden:
     spread: float = 1.5  # standard deviation of a matrix's outputs for a normalised input
     ablations: dict[str, Config] = field(default_factory=dict)
     as_gguf: bool = False
+    moe: bool = False  # a mixture of experts: as a GGUF alone
 
 
 COMMON: Config = {
@@ -240,6 +242,162 @@ GOLDENS: dict[str, Golden] = {
 }
 
 
+ROUTED: Config = {**COMMON, "hidden_size": 48, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+MOE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+GOLDENS |= {
+    # Mixtral: Llama with experts, normalised weights, a feed-forward length that is an expert's.
+    "mixtral": Golden(
+        seed=11,
+        dtype=torch.float16,
+        moe=True,
+        config={
+            **ROUTED,
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "rope_parameters": MOE_ROPE,
+            "sliding_window": None,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+        ablations={"one expert a row": {"num_experts_per_tok": 1}, "three a row": {"num_experts_per_tok": 3}},
+    ),
+    # Qwen2-MoE: biases, experts whose weights are not normalised, a gated shared expert of another width.
+    "qwen2moe": Golden(
+        seed=12,
+        dtype=torch.float16,
+        moe=True,
+        config={
+            **ROUTED,
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "intermediate_size": 96,
+            "moe_intermediate_size": 36,
+            "shared_expert_intermediate_size": 52,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "rope_parameters": MOE_ROPE,
+            "use_sliding_window": False,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": False,
+        },
+        ablations={"normalised": {"norm_topk_prob": True}, "two experts a row": {"num_experts_per_tok": 2}},
+    ),
+    # Qwen3-MoE: query and key norms, heads wider than hidden / heads, normalised weights.
+    "qwen3moe": Golden(
+        seed=13,
+        dtype=torch.float16,
+        moe=True,
+        config={
+            **ROUTED,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "use_sliding_window": False,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+        ablations={"not normalised": {"norm_topk_prob": False}, "four experts a row": {"num_experts_per_tok": 4}},
+    ),
+    # OLMoE: norms over the whole width of queries and keys, weights not normalised.
+    "olmoe": Golden(
+        seed=14,
+        dtype=torch.float16,
+        moe=True,
+        config={
+            **ROUTED,
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "rope_parameters": MOE_ROPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+        },
+        ablations={"normalised": {"norm_topk_prob": True}},
+    ),
+    # Granite MoE with a shared expert: four constants, a softmax over the chosen logits alone.
+    "granitemoe": Golden(
+        seed=15,
+        dtype=torch.float16,
+        moe=True,
+        config={
+            **ROUTED,
+            "architectures": ["GraniteMoeSharedForCausalLM"],
+            "model_type": "granitemoeshared",
+            "intermediate_size": 36,
+            "shared_intermediate_size": 44,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "rope_parameters": MOE_ROPE,
+            "attention_bias": False,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+        ablations={
+            "embedding as it is": {"embedding_multiplier": 1.0},
+            "residual as it is": {"residual_multiplier": 1.0},
+            "scores by head size": {"attention_multiplier": 0.25},
+            "logits as they are": {"logits_scaling": 1.0},
+        },
+    ),
+    # LFM2-MoE: short convolutions around one layer of attention, a dense layer first, sigmoid routing with a bias.
+    "lfm2moe": Golden(
+        seed=16,
+        dtype=torch.float16,
+        moe=True,
+        config={
+            **COMMON,
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "model_type": "lfm2_moe",
+            "hidden_size": 40,
+            "intermediate_size": 72,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+        ablations={
+            "no scaling": {"routed_scaling_factor": 1.0},
+            "not normalised": {"norm_topk_prob": False},
+            "three experts a row": {"num_experts_per_tok": 3},
+        },
+    ),
+}
+
+
 def weight_names(config: Config) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that a checkpoint of this config holds, without a tied head."""
     with tempfile.TemporaryDirectory() as folder:
@@ -259,12 +417,14 @@ def draw(golden: Golden) -> Weights:
     for name, shape in weight_names(golden.config).items():
         if "norm" in name:
             values = neutral + rng.uniform(-0.6, 0.6, shape)
+        elif name.endswith("expert_bias"):
+            values = rng.normal(0.0, 0.3, shape)  # the scores that it is added to lie between 0 and 1
         elif name.endswith("bias"):
             values = rng.normal(0.0, 0.8, shape)
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             values = rng.normal(0.0, 0.3, shape)
         else:
-            values = rng.normal(0.0, golden.spread / math.sqrt(shape[1]), shape)
+            values = rng.normal(0.0, golden.spread / math.sqrt(shape[-1]), shape)
         weights[name] = torch.from_numpy(values).to(golden.dtype)
     return weights
 
@@ -274,7 +434,12 @@ def logits_of(config: Config, weights: Weights, tokens: np.ndarray) -> np.ndarra
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "config.json", config)
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        plain = {"attn_implementation": "eager"}
+        if "num_experts_per_tok" in config:
+            plain["experts_implementation"] = "eager"  # the others know no float64
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain).eval()
+    loaded = {name: tensor for name, tensor in model.state_dict().items() if name in weights}
+    assert all(torch.equal(loaded[name], weights[name].double()) for name in weights)
     with torch.no_grad():
         return model(torch.from_numpy(tokens).long()[None]).logits[0].numpy()
 
@@ -396,6 +561,36 @@ def write_gguf(path: Path, config: Config, weights: Weights) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    add_tokenizer(writer, config)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in weights.items():
+        values, kind = tensor.numpy(), name.split(".")[-2]
+        if kind in heads:
+            values = values.reshape(heads[kind], 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(
+            gguf_name(name), values.astype(np.float32) if values.ndim == 1 else np.ascontiguousarray(values)
+        )
+    writer.add_tensor("rope_freqs.weight", llama3_rope_factors(config))
+    finish(writer)
+
+
+def write_moe(path: Path, config: Config, weights: Weights) -> None:
+    """A mixture of experts as llama.cpp's converters write it."""
+    writer = gguf.GGUFWriter(path, moe_gguf.ARCHITECTURES[config["model_type"]])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    add_tokenizer(writer, config)
+    moe_gguf.fill(writer, config, weights)
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, config: Config) -> None:
     tokens, merges = tokenizer()
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
@@ -406,19 +601,6 @@ def write_gguf(path: Path, config: Config, weights: Weights) -> None:
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, tensor in weights.items():
-        values, kind = tensor.numpy(), name.split(".")[-2]
-        if kind in heads:
-            values = values.reshape(heads[kind], 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(
-            gguf_name(name), values.astype(np.float32) if values.ndim == 1 else np.ascontiguousarray(values)
-        )
-    writer.add_tensor("rope_freqs.weight", llama3_rope_factors(config))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def make(name: str, golden: Golden, target: Path) -> None:
@@ -428,16 +610,20 @@ def make(name: str, golden: Golden, target: Path) -> None:
     tokens = np.random.Generator(np.random.PCG64(golden.seed + 1000)).integers(3, VOCAB, golden.tokens, dtype=np.int32)
     logits = logits_of(config, weights, tokens)
     moved = check_ablations(golden, weights, tokens, logits)
-    folders = [target / name] + ([target / f"{name}-gguf"] if golden.as_gguf else [])
+    folders = [target / (f"{name}-gguf" if golden.moe else name)]
+    folders += [target / f"{name}-gguf"] if golden.as_gguf else []
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         np.savez(folder / "golden.npz", tokens=tokens, logits=logits.astype(np.float32))
-    write_folder(folders[0], golden, weights)
+    if golden.moe:
+        write_moe(folders[0] / "model.gguf", config, weights)
+    else:
+        write_folder(folders[0], golden, weights)
+        stored = load_file(folders[0] / "model.safetensors")
+        assert all(torch.equal(stored[n], w) for n, w in weights.items())
     if golden.as_gguf:
         write_gguf(folders[1] / "model.gguf", config, weights)
-    stored = load_file(folders[0] / "model.safetensors")
-    assert all(torch.equal(stored[n], w) for n, w in weights.items())
     print(f"{name}: logits of spread {logits.std():.2f}, largest {np.abs(logits).max():.1f}; moved by")
     for what, share in moved.items():
         print(f"    {what}: {share:.3f}")

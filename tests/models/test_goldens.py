@@ -12,7 +12,8 @@ import pytest
 import ork
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-NAMES = ["llama3", "llama3-gguf", "llama-linear", "qwen2", "qwen3", "gemma3", "gemma3-softcap"]
+MOE = ["mixtral-gguf", "qwen2moe-gguf", "qwen3moe-gguf", "olmoe-gguf", "granitemoe-gguf", "lfm2moe-gguf"]
+NAMES = ["llama3", "llama3-gguf", "llama-linear", "qwen2", "qwen3", "gemma3", "gemma3-softcap", *MOE]
 CLOSE = 1e-4  # of the largest logit; what is measured is about 1e-6
 
 F32 = npt.NDArray[np.float32]

@@ -100,6 +100,10 @@ def convert_calibrated(
     seen = {"sequence": SEQUENCE, "tokens": sequences.size, "digest": xxhash.xxh3_128_hexdigest(sequences.tobytes())}
     plan = plan_pack(source, recipe, aids=replace(aids, calibration=seen), tokenizer=tokenizer)
     check_model(plan, source)
+    if any(t.expert >= 0 for t in plan.tensors):
+        raise UsageError(
+            f"{source.path}: GPTQ is for models without experts, each of which sees few rows of a text; use --imatrix"
+        )
     threads = workers or os.cpu_count() or 1
     work = _Work.of(plan, recipe, sequences, max_ram, threads)
     if announce:

@@ -30,7 +30,7 @@ from ork.quant import rotation
 from ork.quant.codecs import BadRow, Quantised, effective_group, quantise
 from ork.quant.imatrix import Imatrix
 from ork.quant.recipe import Choice, Recipe
-from ork.sources.base import Source, TensorInfo
+from ork.sources.base import Source, TensorInfo, matrices, read_weight
 from ork.text.vocab import build_tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all) of the pack
@@ -40,6 +40,9 @@ WORKING_COPIES = 3  # of a slice as f32: rows as read, rotated, and what tiling 
 SAMPLE_BYTES = 4096
 RAW_LIMIT = 1 << 22  # elements of a tensor that is stored as it is
 CONVERTER = 2  # counts the changes of what a conversion makes of the same source
+EXPERT = re.compile(r"blk\.\d{1,5}\.ffn_(gate|up|down)_exps\.weight(?:#(\d{1,5}))?")
+ROLES = {"gate": 0, "up": 1, "down": 2}  # the order in which an expert's tensors lie in a pack
+SMALL = (".shortconv.conv.weight", ".ffn_gate_inp_shexp.weight")  # stored as they are, whatever their shape
 INT8_BITS = 5.0  # from here on a source's matrix is worth int8, below it has about 4 bits
 UNLISTED = ("token_embd.weight", "output.weight")  # no imatrix has look-ups, and most leave out the head
 
@@ -65,7 +68,8 @@ def plan_pack(source: Source, recipe: Recipe, *, tokenizer: bytes | None = None,
     tensors, raws = [], []
     for t in source.tensors.values():
         if is_weight(t):
-            tensors.append(plan_tensor(t, recipe.choose(t.name)))
+            _check_stack(source, t)
+            tensors += [plan_tensor(name, shape, recipe.choose(name)) for name, shape in matrices(t).items()]
         else:
             raws.append(_raw_plan(source, t))
     widths, mixes = {t.shape[1] for t in tensors if t.rotation}, {t.mix for t in tensors if t.mix}
@@ -98,18 +102,39 @@ def plan_pack(source: Source, recipe: Recipe, *, tokenizer: bytes | None = None,
 
 
 def is_weight(t: TensorInfo) -> bool:
-    """Whether a tensor is stored as slices: a matrix; norms and biases stay as they are."""
-    return len(t.shape) == 2 and t.name.endswith(".weight")
+    """Whether a tensor is stored as slices: a matrix, or a stack of experts; norms, biases, the few taps of a short
+    convolution stay as they are."""
+    if t.name.endswith(SMALL):
+        return False
+    return EXPERT.fullmatch(t.name) is not None if len(t.shape) == 3 else len(t.shape) == 2 and ".weight" in t.name
 
 
-def plan_tensor(t: TensorInfo, choice: Choice) -> TensorPlan:
+def _check_stack(source: Source, t: TensorInfo) -> None:
+    """Raises SourceError for a stack of other than as many experts as the metadata say."""
+    key = f"{source.metadata.get('general.architecture')}.expert_count"
+    count = source.metadata.get(key)
+    if len(t.shape) == 3 and t.shape[0] != count:
+        raise SourceError(f"{source.path}: tensor {t.name}: {t.shape[0]} experts, and {key} is {str(count)[:40]}")
+
+
+def plan_tensor(name: str, shape: tuple[int, int], choice: Choice) -> TensorPlan:
     """How a matrix is stored under a choice, whose groups are what is asked for at most."""
-    N, K = t.shape
+    N, K = shape
+    expert = EXPERT.fullmatch(name)
     block, mix = rotation.fields_of(K, choice.rotation)
     group = effective_group(K, choice.group)
     act_group = group or effective_group(tiles.pad_k(K), choice.act_group)
     return TensorPlan(
-        t.name, choice.codec, (N, K), rotation=block, mix=mix, group=group, act_group=act_group, layer=_layer(t.name)
+        name,
+        choice.codec,
+        (N, K),
+        rotation=block,
+        mix=mix,
+        group=group,
+        act_group=act_group,
+        layer=_layer(name),
+        expert=int(expert[2]) if expert and expert[2] else -1,
+        role_order=ROLES[expert[1]] if expert else 0,
     )
 
 
@@ -154,8 +179,7 @@ def make_blob(plan: PackPlan, source: Source, entry: int, aids: Aids = NO_AIDS) 
     N, K = item.shape
     stop = min(n1, N)
     choice = recipe_of(plan).choose(item.name)
-    rows = source.rows(item.name, n0, stop)
-    source.release(item.name, n0, stop)
+    rows = read_weight(source, item.name, n0, stop)
     if item.rotation:
         rows = rotation.rotate_rows(rows, K, choice.rotation)
     importance, search = importance_of(item, choice, aids), choice.search

@@ -21,6 +21,7 @@ CALIBRATION: Final = Path(__file__).with_name("calibration.txt")
 HEAD_ROWS: Final = 64  # of a chunk that reach the head
 STATE_BYTES: Final = 512 << 20  # hidden rows between two layers; a longer text goes through the layers in turns
 
+F32 = npt.NDArray[np.float32]
 Progress = Callable[[int, int], None]  # (chunks x layers done, in all)
 
 
@@ -71,10 +72,19 @@ def collect(layers: Layers, tokens: I32, *, dataset: str = "", progress: Progres
         for state in states:
             model.end(state)
         ops.observer = None
-    return Imatrix(
-        {name: s.astype(np.float32).reshape(1, -1) for name, s in sums.squares.items()},
-        {name: np.array([n], np.float32) for name, n in sums.rows.items()},
-        (dataset,) if dataset else (),
-        count,
-        length,
-    )
+    squares, rows = _stacked(layers, sums)
+    return Imatrix(squares, rows, (dataset,) if dataset else (), count, length)
+
+
+def _stacked(layers: Layers, sums: Sums) -> tuple[dict[str, F32], dict[str, F32]]:
+    """Squares [E, K] and rows [E] by tensor; of an expert that no row went to, zeros."""
+    stacks: dict[str, list[str]] = {}
+    for name in layers.shapes:
+        if name in sums.squares or "#" in name:
+            stacks.setdefault(name.partition("#")[0], []).append(name)
+    squares = {
+        stack: np.stack([sums.squares.get(n, np.zeros(layers.shapes[n][1])) for n in names]).astype(np.float32)
+        for stack, names in stacks.items()
+    }
+    rows = {stack: np.array([sums.rows.get(n, 0) for n in names], np.float32) for stack, names in stacks.items()}
+    return squares, rows

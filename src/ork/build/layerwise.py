@@ -28,8 +28,18 @@ from ork.pack.file import aligned
 from ork.pack.reader import Pack
 from ork.quant.recipe import builtin
 from ork.residency.source import PackSource
-from ork.residency.stream import Batch, Ready, SliceSource, Stream, Streams, StreamStats, TensorSpec
-from ork.sources.base import Source
+from ork.residency.stream import (
+    Batch,
+    ExpertBatch,
+    ExpertLayer,
+    Ready,
+    SliceSource,
+    Stream,
+    Streams,
+    StreamStats,
+    TensorSpec,
+)
+from ork.sources.base import Source, read_weight
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -45,7 +55,7 @@ class Layers:
         self.stream, self.device = stream, device
         self.ops = Ops(stream, device)
         self.model = models.build(self.ops)
-        stream.tensors = models.cycle(self.ops)
+        stream.tensors, stream.expert_layers = models.cycle(self.ops), self.ops.expert_layers
         self.head = HEAD if HEAD in source else EMBEDDING
         self.shapes = {t.name: (t.N, t.K) for t in models.order_of_pass(self.ops)}
         self._pool: KvPool | None = None
@@ -64,11 +74,10 @@ class Layers:
         """The batch of sequences `tokens` [S, T], each on its own; the flat rows `wanted` get logits. One batch at a
         time: the next one takes its place in the KV cache."""
         sequences, length = tokens.shape
-        c = self.model.config
         positions = sequences * -(-length // BLOCK) * BLOCK
         if self._pool is None or self._pool.positions < positions:
-            self._pool = KvPool(c.layers, c.kv_heads, c.head_dim, positions, half=False)
-            self.ops.cache = self._pool.cache
+            self._pool = KvPool.of(self.model.config, positions, half=False)
+            self._pool.serve(self.ops)
         places = [Place() for _ in range(sequences)]
         batch = self._pool.rows([(p, t) for p, t in zip(places, tokens.tolist())], every=True)
         for place in places:
@@ -98,8 +107,7 @@ class SourceLayers(Layers):
 
     def read(self, name: str, start: int, stop: int) -> F32:
         """Rows of a weight; its mapped pages are dropped. Raises SourceError where a value is not finite."""
-        rows = self.source.rows(name, start, stop)
-        self.source.release(name, start, stop)
+        rows = read_weight(self.source, name, start, stop)
         if not np.isfinite(np.abs(rows).max(initial=0)):
             raise SourceError(f"{self.source.path}: tensor {name} holds a value that is not finite")
         return rows
@@ -128,6 +136,7 @@ class Held:
         self.source = source
         self.stats = StreamStats(reason="one layer at a time")
         self.tensors: list[TensorSpec] = []
+        self.expert_layers: list[ExpertLayer] = []
         self.look_up = read  # where embedding rows come from
         self.device: Device = device
         self._held: dict[str, Piece] = {}
@@ -155,6 +164,14 @@ class Held:
         held = [self._held[t.name].slices if t.name in self._held else [] for t in tensors]
         if handles := [s for slices in held for s in slices]:
             yield [i for i, slices in enumerate(held) for _ in slices], handles
+
+    def experts(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
+        """All that are held; products of others are not made."""
+
+        def slices(tensor: TensorSpec) -> list[native.Slice]:
+            return self._held[tensor.name].slices if tensor.name in self._held else []
+
+        yield list(needed), [(slices(g), slices(u), slices(d)) for g, u, d in map(layer.tensors, needed)]
 
     @contextmanager
     def rows(self, tensor: TensorSpec, columns: I32) -> Iterator[list[native.Slice]]:

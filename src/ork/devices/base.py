@@ -33,6 +33,11 @@ class SliceSpec:
     act_group: int = 0
 
 
+def is_expert(spec: SliceSpec) -> bool:
+    """Whether it is of one of a mixture's routed experts, which packs call `<tensor>#<number>`."""
+    return "#" in spec.tensor
+
+
 def blob_bytes(spec: SliceSpec) -> int:
     """Bytes of a slice's blob in the pack."""
     return tiles.slice_layout(spec.codec, spec.K, tiles.pad_n(spec.n1 - spec.n0), spec.group).nbytes
@@ -107,6 +112,17 @@ class Device(Protocol):
     ) -> None:
         """outs[i][:, n0:n1] = x @ slice i (+ biases[i]); `rows` is x quantised, needed by quantised codecs, in the
         groups of the weights. f16 and f32 slices take x as it is and are computed on the host by every device."""
+
+    def linear_experts(
+        self,
+        handles: Sequence[Handle],
+        ranges: npt.NDArray[np.int32],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: Sequence[native.Array],
+    ) -> None:
+        """outs[i][b:e, n0:n1] = x[b:e] @ slice i with (b, e) = ranges[i], to the same bits as `linear`: the products of
+        many experts, whose rows lie together in x or `rows`, at a time."""
 
     def accumulators(self, handle: Handle, a8: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
         """Exact int32 sums [M, n1 - n0] of int8 rows [M, Kp], all of [-128, 127] allowed."""

@@ -145,6 +145,16 @@ class CpuDevice:
     ) -> None:
         native.linear(x, rows, handles, outs, biases)
 
+    def linear_experts(
+        self,
+        handles: Sequence[native.Slice],
+        ranges: npt.NDArray[np.int32],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: Sequence[native.Array],
+    ) -> None:
+        native.linear_experts(x, rows, handles, ranges, outs)
+
     def accumulators(self, handle: native.Slice, a8: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
         rows = native.QuantisedRows.of(np.ascontiguousarray(a8))
         out = np.zeros((a8.shape[0], handle.n0 + handle.n), np.int32)

@@ -8,7 +8,8 @@ import numpy as np
 
 from ork import native
 from ork.errors import UsageError
-from ork.models import Rows
+from ork.models import Config, Rows
+from ork.ops import Ops
 
 BLOCK = native.KV_BLOCK
 
@@ -26,10 +27,21 @@ class Sequence:
 class KvPool:
     """Blocks for any number of sequences, `positions` in all (rounded up to whole blocks)."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, positions: int, *, half: bool):
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        positions: int,
+        *,
+        half: bool,
+        conv: tuple[int, int] | None = None,
+    ):
+        """`conv`: layers and width of short convolutions, whose inputs are kept by block too. Raises UsageError."""
         count = -(-positions // BLOCK)
         try:
             self.cache = native.KvCache(layers, kv_heads, head_dim, count, half)
+            self.conv = native.ConvCache(*conv, count, half) if conv else None
         except MemoryError:
             raise UsageError(
                 f"a KV cache of {positions} positions does not fit the address space: give a smaller -c"
@@ -37,9 +49,19 @@ class KvPool:
         self._free = list(range(count - 1, -1, -1))
         self.positions = count * BLOCK
 
+    @classmethod
+    def of(cls, c: Config, positions: int, *, half: bool) -> KvPool:
+        """For a model of this shape."""
+        conv = (c.conv_layers, c.width) if c.conv_layers else None
+        return cls(c.attention_layers, c.kv_heads, c.head_dim, positions, half=half, conv=conv)
+
+    def serve(self, ops: Ops) -> None:
+        """Makes this the cache of a model's passes."""
+        ops.cache, ops.conv = self.cache, self.conv
+
     @property
     def nbytes_per_block(self) -> int:
-        return self.cache.block_bytes()
+        return self.cache.block_bytes() + (self.conv.block_bytes() if self.conv else 0)
 
     @property
     def used_blocks(self) -> int:

@@ -54,13 +54,12 @@ class Engine:
     """A model with a KV pool. Not thread-safe: one forward pass at a time."""
 
     def __init__(self, ops: Ops, model: Model, *, context: int, half: bool = True, sequences: int = 1):
-        c = model.config
         self.ops = ops
         self.model = model
         self.context = context
         blocks = -(-context // BLOCK)
-        self.pool = KvPool(c.layers, c.kv_heads, c.head_dim, blocks * BLOCK * sequences, half=half)
-        ops.cache = self.pool.cache
+        self.pool = KvPool.of(model.config, blocks * BLOCK * sequences, half=half)
+        self.pool.serve(ops)
 
     def forward(self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool = False) -> npt.NDArray[np.float32]:
         """Appends tokens to sequences; logits [rows, vocab] of the last row of each part, or of every row.
@@ -70,9 +69,7 @@ class Engine:
         logits: npt.NDArray[np.float32] = self.run(parts, every=every).numpy()
         return logits
 
-    def run(
-        self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool = False, last: int | None = None
-    ) -> Array:
+    def run(self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool = False, last: int | None = None) -> Array:
         """As `forward`, the logits as the array of the ops; with `last` those of the batch's last rows alone."""
         for seq, part in parts:
             if not part:

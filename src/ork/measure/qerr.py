@@ -24,7 +24,7 @@ from ork.ops import Array, Ops, Weight
 from ork.pack.reader import Pack
 from ork.residency.source import PackSource
 from ork.residency.stream import Stream
-from ork.sources.base import Source
+from ork.sources.base import Source, matrices, read_weight
 
 F32 = npt.NDArray[np.float32]
 STEP_BYTES = 32 << 20  # of f32 rows compared at a time
@@ -72,13 +72,11 @@ class SourceWeights:
         self.name = str(source.path)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        matrices = [t for t in self.source.tensors.values() if len(t.shape) == 2 and t.name.endswith(".weight")]
-        return {t.name: (t.shape[0], t.shape[1]) for t in matrices}
+        weights = [t for t in self.source.tensors.values() if ".weight" in t.name]
+        return {name: shape for t in weights for name, shape in matrices(t).items()}
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        rows = self.source.rows(name, start, stop)
-        self.source.release(name, start, stop)
-        return rows
+        return read_weight(self.source, name, start, stop)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Block:
         self.ops, self.eps = ops, c.eps
         self.local = c.window_pattern[i]
         self.attn_norm = ops.vector(f"blk.{i}.attn_norm.weight", c.width)
-        self.attn = Attention(ops, c, i, window=c.window if self.local else 0, qk_norm=True)
+        self.attn = Attention(ops, c, i, window=c.window if self.local else 0, qk_norm="heads")
         self.attn_post_norm = ops.vector(f"blk.{i}.post_attention_norm.weight", c.width)
         self.ffn_norm = ops.vector(f"blk.{i}.ffn_norm.weight", c.width)
         self.ffn = FeedForward(ops, c, i, "gelu_tanh")

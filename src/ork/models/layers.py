@@ -81,18 +81,19 @@ def make_rope(
 
 
 class Attention:
-    """Grouped-query attention with optional biases and query/key norms."""
+    """Grouped-query attention with optional biases and query/key norms: over each head, or over the whole width."""
 
-    def __init__(self, ops: Ops, c: Config, layer: int, *, window: int = 0, qk_norm: bool = False):
+    def __init__(self, ops: Ops, c: Config, layer: int, *, window: int = 0, qk_norm: str = ""):
         at = f"blk.{layer}."
-        self.ops, self.config, self.layer, self.window = ops, c, layer, window
+        self.ops, self.config, self.place, self.window = ops, c, c.place(layer), window
         q_width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.q = ops.weight(f"{at}attn_q.weight", q_width, c.width, f"{at}attn_q.bias")
         self.k = ops.weight(f"{at}attn_k.weight", kv_width, c.width, f"{at}attn_k.bias")
         self.v = ops.weight(f"{at}attn_v.weight", kv_width, c.width, f"{at}attn_v.bias")
         self.o = ops.weight(f"{at}attn_output.weight", c.width, q_width, f"{at}attn_output.bias")
-        self.q_norm = ops.vector(f"{at}attn_q_norm.weight", c.head_dim) if qk_norm else None
-        self.k_norm = ops.vector(f"{at}attn_k_norm.weight", c.head_dim) if qk_norm else None
+        whole = qk_norm == "whole"
+        self.q_norm = ops.vector(f"{at}attn_q_norm.weight", q_width if whole else c.head_dim) if qk_norm else None
+        self.k_norm = ops.vector(f"{at}attn_k_norm.weight", kv_width if whole else c.head_dim) if qk_norm else None
 
     def __call__(self, x: Array, batch: Batch, table: Array, halves: bool) -> Array:
         ops, c = self.ops, self.config
@@ -102,7 +103,7 @@ class Attention:
         q = ops.rope(q, c.head_dim, table, halves=halves)
         k = ops.rope(k, c.head_dim, table, halves=halves)
         y = ops.attention(
-            self.layer,
+            self.place,
             batch,
             q,
             k,
@@ -116,14 +117,14 @@ class Attention:
 
 
 class FeedForward:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). `part` ends the names of another one than the layer's own, of `inner` width."""
 
-    def __init__(self, ops: Ops, c: Config, layer: int, act: str):
-        at = f"blk.{layer}."
+    def __init__(self, ops: Ops, c: Config, layer: int, act: str, *, part: str = "", inner: int = 0):
+        at, ffn = f"blk.{layer}.ffn_", inner or c.ffn
         self.ops, self.act = ops, act
-        self.gate = ops.weight(f"{at}ffn_gate.weight", c.ffn, c.width, f"{at}ffn_gate.bias")
-        self.up = ops.weight(f"{at}ffn_up.weight", c.ffn, c.width, f"{at}ffn_up.bias")
-        self.down = ops.weight(f"{at}ffn_down.weight", c.width, c.ffn, f"{at}ffn_down.bias")
+        self.gate = ops.weight(f"{at}gate{part}.weight", ffn, c.width, f"{at}gate{part}.bias")
+        self.up = ops.weight(f"{at}up{part}.weight", ffn, c.width, f"{at}up{part}.bias")
+        self.down = ops.weight(f"{at}down{part}.weight", c.width, ffn, f"{at}down{part}.bias")
 
     def __call__(self, x: Array) -> Array:
         g, u = self.ops.linear(x, self.gate, self.up)
@@ -133,10 +134,10 @@ class FeedForward:
 class Ends:
     """The embedding in front and the norm and head behind; a tied head is the embedding's own tensor."""
 
-    def __init__(self, ops: Ops, c: Config):
+    def __init__(self, ops: Ops, c: Config, *, norm: str = "output_norm.weight"):
         self.ops, self.config = ops, c
         self.embedding: Weight = ops.weight("token_embd.weight", c.vocab, c.width)
-        self.norm = ops.vector("output_norm.weight", c.width)
+        self.norm = ops.vector(norm, c.width)
         self.head = self.embedding if c.tied else ops.weight("output.weight", c.vocab, c.width, "output.bias")
 
     def embed(self, rows: Rows) -> Array:

@@ -7,3 +7,4 @@ from ork.models.llama import Llama
 
 class Qwen2(Llama):
     halves = True
+    moe = None

@@ -7,4 +7,5 @@ from ork.models.llama import Llama
 
 class Qwen3(Llama):
     halves = True
-    qk_norm = True
+    qk_norm = "heads"
+    moe = None

@@ -154,8 +154,8 @@ def accumulate_at(a: int, pitch: int, M: int, K: int, w: int, N: int, out: int, 
     """Exact sums i32 [M, N] at `out`, rows `out_pitch` elements apart, of int8 rows [M, K] at `a`, `pitch` bytes
     apart, with a weight block [N/32][K/32][32][32] at `w`: for the emulator, which checks the addresses."""
 
-def copy_codes(rows: QuantisedRows, to: int) -> None:
-    """Copies the int8 rows [rows, width] to an address that the caller owns."""
+def copy_codes(rows: QuantisedRows, to: int, begin: int = 0, end: int | None = None) -> None:
+    """Copies the int8 rows [begin, end) of [rows, width] to an address that the caller owns."""
 
 def quantise(
     x: Array, signs: Array | None, block: int, group: int = 0, mix: Array | None = None, limit: int = 127

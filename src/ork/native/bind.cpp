@@ -12,7 +12,9 @@
 #include <memory>
 #include <new>
 
+#include "conv.h"
 #include "dequant.h"
+#include "experts.h"
 #include "gptq.h"
 #include "npu.h"
 #include "merges.h"
@@ -333,7 +335,11 @@ void bind_kernels(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         op_accumulate_at((const int8_t*)a, pitch, M, K, (const uint8_t*)w, N, (int32_t*)out, out_pitch);
     });
-    m.def("copy_codes", [](const QuantisedRows& rows, uintptr_t to) { std::memcpy((void*)to, rows.codes, (size_t)(rows.M * rows.Kp)); });
+    m.def("copy_codes", [](const QuantisedRows& rows, uintptr_t to, int64_t begin, std::optional<int64_t> end) {
+        const int64_t last = end.value_or(rows.M);
+        require(0 <= begin && begin <= last && last <= rows.M, "rows that are not there");
+        std::memcpy((void*)to, rows.codes + begin * rows.Kp, (size_t)((last - begin) * rows.Kp));
+    }, nb::arg("rows"), nb::arg("to"), nb::arg("begin") = 0, nb::arg("end").none() = nb::none());
     m.def("quantise", [](const Array& x, const Array* signs, int64_t block, int64_t group, const Array* mix, int limit) {
         const Rotation r = rotation_of(signs, block, x.cols, mix);
         const int64_t Kp = (x.cols + 31) / 32 * 32;
@@ -490,6 +496,136 @@ void bind_gptq(nb::module_& m) {
 }  // namespace
 // --- end of GPTQ ------------------------------------------------------------------------------
 
+// --- experts and short convolutions -------------------------------------------------------------
+namespace {
+
+std::vector<Range> ranges_of(const IntTable& table, int64_t rows) {
+    require(table.shape(1) == 2, "ranges are [n, 2]");
+    std::vector<Range> ranges;
+    for (size_t i = 0; i < table.shape(0); i++) {
+        const int64_t b = table.data()[2 * i], e = table.data()[2 * i + 1];
+        require(0 <= b && b <= e && e <= rows, "a range outside of the rows");
+        ranges.push_back({b, e});
+    }
+    return ranges;
+}
+
+void require_gathered(const Routes& r, int64_t rows) { require(r.rows == rows, "routes of other rows"); }
+
+template <class T> nb::ndarray<nb::numpy, T> view_of(nb::handle self, const std::vector<T>& v, size_t rows, size_t cols) {
+    const size_t shape[2] = {rows, cols};
+    return nb::ndarray<nb::numpy, T>((void*)v.data(), cols ? 2 : 1, shape, self);
+}
+
+void linear_experts(const Array& x, const QuantisedRows* rows, const std::vector<const Slice*>& slices, IntTable ranges, const std::vector<Array*>& outs) {
+    require(slices.size() == outs.size() && slices.size() == ranges.shape(0), "one range and one output a slice");
+    const int64_t M = rows ? rows->M : x.rows;
+    const std::vector<Range> of = ranges_of(ranges, M);
+    std::vector<ExpertJob> jobs;
+    for (size_t i = 0; i < slices.size(); i++) {
+        require(slices[i] && outs[i], "a slice or an output is None");
+        const Slice& s = *slices[i];
+        const Mat out = outs[i]->mat();
+        require(out.rows == M && end_of(s) <= out.stride, "output does not fit the slice");
+        if (is_quantised(s.codec)) require(rows && rows->Kp == s.Kp && (s.group == 0 || s.group == rows->group), "quantised rows do not fit the slice");
+        else require(x.rows == M && x.cols <= s.Kp, "rows do not fit the slice");
+        if (of[i].begin < of[i].end) jobs.push_back({s, of[i], out});
+    }
+    Rows view{};
+    if (rows) view = rows->view();
+    nb::gil_scoped_release unlocked;
+    if (!jobs.empty()) op_linear_experts(x.mat(), rows ? &view : nullptr, jobs);
+}
+
+void bind_experts(nb::module_& m) {
+    m.attr("EXPERTS_MAX") = EXPERTS_MAX;
+    m.attr("TAPS_MAX") = TAPS_MAX;
+    nb::class_<Routes>(m, "Routes")
+        .def_ro("rows", &Routes::rows)
+        .def_ro("experts", &Routes::experts)
+        .def_ro("top_k", &Routes::top_k)
+        .def("ids", [](nb::handle self) { const Routes& r = nb::cast<const Routes&>(self); return view_of(self, r.ids, r.rows, r.top_k); })
+        .def("weights", [](nb::handle self) { const Routes& r = nb::cast<const Routes&>(self); return view_of(self, r.weights, r.rows, r.top_k); })
+        .def("sources", [](nb::handle self) { const Routes& r = nb::cast<const Routes&>(self); return view_of(self, r.sources, r.gathered(), 0); })
+        .def("offsets", [](const Routes& r) { return r.offsets; });
+    m.def("route", [](const Array& logits, int64_t top_k, bool sigmoid, bool normalise, float scale, const Array* bias, int64_t groups, int64_t used) {
+        const int64_t n = logits.cols;
+        require(n > 0 && n <= EXPERTS_MAX && top_k > 0 && top_k <= n, "experts");
+        require(groups > 0 && n % groups == 0 && used > 0 && used <= groups && top_k <= used * (n / groups), "groups");
+        require(logits.rows * top_k < MAX_DIM, "too many rows");
+        require(!bias || (bias->rows == 1 && bias->cols == n), "one bias an expert");
+        auto routes = std::make_unique<Routes>();
+        int64_t bad;
+        {
+            nb::gil_scoped_release unlocked;
+            bad = op_route(logits.mat(), {top_k, sigmoid, normalise, scale, bias ? bias->mat().data : nullptr, groups, used}, *routes);
+        }
+        return bad < 0 ? nb::cast(std::move(routes)) : nb::cast(bad);
+    }, nb::arg("logits"), nb::arg("top_k"), nb::arg("sigmoid"), nb::arg("normalise"), nb::arg("scale"), nb::arg("bias").none(), nb::arg("groups"), nb::arg("used"));
+    m.def("gather_rows", [](const QuantisedRows& rows, const Routes& r) {
+        require_gathered(r, rows.M);
+        auto out = std::make_unique<QuantisedRows>(r.gathered(), rows.Kp, rows.group);
+        nb::gil_scoped_release unlocked;
+        op_gather_rows(rows.view(), r, *out);
+        return out;
+    });
+    m.def("gather_floats", [](const Array& x, const Routes& r) {
+        require_gathered(r, x.rows);
+        auto out = new_array(r.gathered(), x.cols);
+        nb::gil_scoped_release unlocked;
+        op_gather_floats(x.mat(), r, out->mat());
+        return out;
+    });
+    m.def("linear_experts", &linear_experts, nb::arg("x"), nb::arg("rows").none(), nb::arg("slices"), nb::arg("ranges"), nb::arg("outs"));
+    m.def("empty_rows", [](int64_t rows, int64_t cols, int64_t group) {
+        require(rows >= 0 && cols > 0 && rows <= MAX_DIM && cols <= MAX_DIM && rows * cols <= MAX_ELEMENTS, "rows");
+        const int64_t Kp = (cols + 31) / 32 * 32;
+        require_group(group, Kp);
+        return std::make_unique<QuantisedRows>(rows, Kp, group);
+    });
+    m.def("gate_experts", [](int kind, Array& g, const Array& u, IntTable ranges, QuantisedRows* out, const Array* signs, int64_t block, const Array* mix, int limit) {
+        require((kind == 0 || kind == 1) && g.rows == u.rows && g.cols == u.cols, "gate and value differ in shape");
+        const Rotation r = rotation_of(signs, block, g.cols, mix);
+        require(!out || (out->M == g.rows && out->Kp == (g.cols + 31) / 32 * 32 && limit >= 1 && limit <= 127), "rows do not fit");
+        const std::vector<Range> of = ranges_of(ranges, g.rows);
+        nb::gil_scoped_release unlocked;
+        op_gate_experts((Gate)kind, g.mat(), u.mat(), of, r, limit, out);
+    }, nb::arg("kind"), nb::arg("g"), nb::arg("u"), nb::arg("ranges"), nb::arg("out").none(), nb::arg("signs").none(), nb::arg("block"), nb::arg("mix").none(), nb::arg("limit"));
+    m.def("weighted_sum", [](const Array& y, const Routes& r) {
+        require(y.rows == r.gathered(), "rows are not the gathered ones");
+        auto out = new_array(r.rows, y.cols);
+        nb::gil_scoped_release unlocked;
+        op_weighted_sum(y.mat(), r, out->mat());
+        return out;
+    });
+    m.def("gate_rows", [](const Array& x, const Array& weight, Array& y) {
+        require(weight.rows == 1 && weight.cols == x.cols && y.rows == x.rows, "gate does not fit the rows");
+        nb::gil_scoped_release unlocked;
+        op_gate_rows(x.mat(), weight.mat().data, y.mat());
+    });
+    nb::class_<ConvCache>(m, "ConvCache")
+        .def(nb::new_([](int64_t layers, int64_t width, int64_t blocks, bool half) {
+            require(layers > 0 && width > 0 && blocks > 0, "cache shape");
+            if (layers > 1 << 16 || width > 1 << 20 || blocks > MAX_DIM / KV_BLOCK || (double)layers * width * blocks > 1e14) throw std::bad_alloc();
+            return std::make_unique<ConvCache>(layers, width, blocks, half);
+        }), nb::arg("layers"), nb::arg("width"), nb::arg("blocks"), nb::arg("half"))
+        .def("block_bytes", &ConvCache::block_bytes);
+    m.def("short_conv", [](ConvCache& cache, int64_t layer, const Batch& b, const Array& bcx, const Array& taps) {
+        require(layer >= 0 && layer < cache.layers, "layer");
+        require(bcx.rows == (int64_t)b.positions.size() && bcx.cols == 3 * cache.width, "rows do not fit the cache");
+        require(taps.rows > 0 && taps.rows <= TAPS_MAX && taps.cols == cache.width, "taps do not fit the cache");
+        for (int32_t t : b.table) require(t >= 0 && t < cache.blocks, "block outside of the cache");
+        for (int32_t s : b.slots) require(s >= 0 && s < cache.blocks * KV_BLOCK, "slot outside of the cache");
+        auto out = new_array(bcx.rows, cache.width);
+        nb::gil_scoped_release unlocked;
+        op_short_conv(cache.layer(layer), b, bcx.mat(), taps.mat(), out->mat());
+        return out;
+    });
+}
+
+}  // namespace
+// --- end of experts -----------------------------------------------------------------------------
+
 // --- npu: what the host does beside it ----------------------------------------------------------
 namespace {
 
@@ -543,5 +679,6 @@ NB_MODULE(_core, m) {
     // --- end of sources bindings ---
     bind_kernels(m);
     bind_gptq(m);
+    bind_experts(m);
     bind_npu(m);
 }

@@ -16,6 +16,7 @@ constexpr int F32_ROWS = 8, ATT_ROWS = 8, ATT_NV = 2, PEAK_CHAINS = 12;   // wha
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_half.inl"
+#include "kernels_experts.inl"
 #include "kernels_linear.inl"
 #include "kernels_grouped.inl"
 #include "kernels_sums.inl"

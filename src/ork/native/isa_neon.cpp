@@ -16,6 +16,7 @@ constexpr int F32_ROWS = 3, ATT_ROWS = 4, ATT_NV = 1, PEAK_CHAINS = 6;   // what
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_half.inl"
+#include "kernels_experts.inl"
 #include "kernels_linear.inl"
 #include "kernels_grouped.inl"
 #include "kernels_sums.inl"

@@ -15,6 +15,7 @@ constexpr int F32_ROWS = 2, ATT_ROWS = 2, ATT_NV = 1, PEAK_CHAINS = 1;   // what
 #include "kernels_math.inl"
 #include "kernels_rows.inl"
 #include "kernels_half.inl"
+#include "kernels_experts.inl"
 #include "kernels_linear.inl"
 #include "kernels_grouped.inl"
 #include "kernels_sums.inl"

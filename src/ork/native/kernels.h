@@ -85,6 +85,13 @@ struct KvLayer {
 // Consecutive positions of one sequence, handled together.
 struct Tile { int32_t row, count, seq, first_position; };
 
+// What short convolutions keep of each KV slot, f16 or f32 [slots][stride]; stride is the width padded to 16.
+struct ConvLayer {
+    void* inputs;
+    bool half;
+    int64_t width, stride;
+};
+
 struct AttentionArgs {
     Mat q, out;             // [M][heads * dim]
     KvLayer kv;
@@ -152,6 +159,12 @@ struct Kernels {
     // `tiles` whole 4-bit tiles (64 channels by 32 inputs, 1 KiB) -> the int8 tiles of the same codes, two 32 x 32 a 4-bit one:
     // dst[0] and dst[1] hold channels 0-31 and 32-63, 1 KiB a tile each.
     void (*inflate)(Codec, const uint8_t* src, int64_t tiles, int8_t* dst0, int8_t* dst1);
+    // kernels_experts.inl: out[m] = sum of weights[m][i] * y[places[m][i]] over i < count ascending, fma from 0.
+    void (*sigmoid)(const float* x, int64_t n, float* out);
+    void (*weighted_sum)(const Mat& y, const int32_t* places, const float* weights, int64_t count, int64_t m0, int64_t m1, const Mat& out);
+    void (*gate_rows)(const Mat& x, const float* weight, const Mat& y, int64_t m0, int64_t m1);
+    void (*conv_append)(const ConvLayer&, const Mat& bcx, const int32_t* slots, int64_t m0, int64_t m1);
+    void (*short_conv)(const ConvLayer&, const float* bcx, const Mat& taps, const int32_t* slots, float* out);   // a row
 };
 
 const Kernels* kernels();                       // the best that this processor runs, or the chosen one

@@ -27,14 +27,6 @@ size_t kept = 0;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Work below this many elements is done on the calling thread: waking others costs more.
-constexpr int64_t INLINE_ELEMENTS = 16 * 1024;
-
-template <class F> void by_rows(int64_t rows, int64_t row_elements, F&& f) {
-    if (rows * row_elements <= INLINE_ELEMENTS) { if (rows) f(0, rows); return; }
-    parallel_runs(rows, [&](int64_t b, int64_t e, int) { f(b, e); });
-}
-
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : data_(nullptr), bytes_((bytes + 127) / 64 * 64) {
@@ -90,17 +82,22 @@ namespace {
 // The kernels of quantised codes: one scale a row and int8 codes, or panels of 64 columns for all else.
 bool grouped(const Slice& s, const Rows* rows) { return is_quantised(s.codec) && (s.codec != Codec::i8 || rows->group); }
 
-// A job's blocks of columns, which kernels take whole, and the shares of one, each of as many bytes: threads get equal shares.
-struct Blocks { int64_t count, shares; };
+}  // namespace
+
 Blocks column_blocks(const Slice& s, const Rows* rows) {
     if (grouped(s, rows)) return {s.n / GROUP_I4, s.codec == Codec::i8 ? 2 : 1};
     return {s.n / GROUP_I8, s.codec == Codec::f32 ? 4 : s.codec == Codec::f16 ? 2 : 1};
 }
 
-}  // namespace
+void linear_blocks(const Mat& x, const Rows* rows, int64_t m0, int64_t m1, const Slice& s, int64_t g0, int64_t g1, const Mat& out, const float* bias) {
+    const Kernels* k = kernels();
+    if (grouped(s, rows)) k->linear_grouped(*rows, m0, m1, s, g0, g1, out, bias);
+    else if (s.codec == Codec::i8) k->linear_i8(*rows, m0, m1, s, g0, g1, out, bias);
+    else if (s.codec == Codec::f16) k->linear_f16(x, m0, m1, s, g0, g1, out, bias);
+    else k->linear_f32(x, m0, m1, s, g0, g1, out, bias);
+}
 
 void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& jobs) {
-    const Kernels* k = kernels();
     int64_t shares = 0;
     for (const auto& j : jobs) { const Blocks n = column_blocks(j.slice, rows); shares += n.count * n.shares; }
     auto work = [&](int64_t b, int64_t e, int) {
@@ -108,12 +105,7 @@ void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& job
             const Blocks n = column_blocks(j.slice, rows);
             const int64_t g0 = b > 0 ? (b + n.shares - 1) / n.shares : 0, last = e > 0 ? (e + n.shares - 1) / n.shares : 0;
             const int64_t g1 = last < n.count ? last : n.count;
-            if (g0 < g1) {
-                if (grouped(j.slice, rows)) k->linear_grouped(*rows, 0, rows->M, j.slice, g0, g1, j.out, j.bias);
-                else if (j.slice.codec == Codec::i8) k->linear_i8(*rows, 0, rows->M, j.slice, g0, g1, j.out, j.bias);
-                else if (j.slice.codec == Codec::f16) k->linear_f16(x, 0, x.rows, j.slice, g0, g1, j.out, j.bias);
-                else k->linear_f32(x, 0, x.rows, j.slice, g0, g1, j.out, j.bias);
-            }
+            if (g0 < g1) linear_blocks(x, rows, 0, x.rows, j.slice, g0, g1, j.out, j.bias);
             b -= n.count * n.shares;
             e -= n.count * n.shares;
         }

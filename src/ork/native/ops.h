@@ -76,6 +76,11 @@ class KvCache {
 
 struct LinearJob { Slice slice; Mat out; const float* bias; };
 
+// A slice's blocks of columns, which kernels take whole, and the shares of one, each of as many bytes: threads get equal shares.
+struct Blocks { int64_t count, shares; };
+Blocks column_blocks(const Slice&, const Rows*);
+// Rows [m0, m1) with blocks [g0, g1) by the kernel that fits, on the caller's thread.
+void linear_blocks(const Mat& x, const Rows* rows, int64_t m0, int64_t m1, const Slice&, int64_t g0, int64_t g1, const Mat& out, const float* bias);
 void op_linear(const Mat& x, const Rows* rows, const std::vector<LinearJob>& jobs);
 void op_accumulate(const Rows& rows, const Slice& slice, int32_t* out, int64_t stride);
 // Sums of int8 rows `pitch` apart with one weight block [N/32][K/32][32][32], for the emulator: out[m][n], rows out_pitch apart.

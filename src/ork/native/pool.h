@@ -26,4 +26,12 @@ constexpr int ALL_WORKERS = 1 << 20;
 void parallel_runs(int64_t count, RangeTask task, int most_workers = ALL_WORKERS);                     // chunks of an eighth of a run
 void parallel_chunks(int64_t count, int64_t grain, RangeTask task, int most_workers = ALL_WORKERS);    // chunks of `grain`, for uneven work
 
+// Rows [begin, end) by f(begin, end). Work below this many elements is done on the calling thread: waking others costs more.
+constexpr int64_t INLINE_ELEMENTS = 16 * 1024;
+template <class F> void by_rows(int64_t begin, int64_t end, int64_t row_elements, F&& f) {
+    if ((end - begin) * row_elements <= INLINE_ELEMENTS) { if (begin < end) f(begin, end); return; }
+    parallel_runs(end - begin, [&](int64_t b, int64_t e, int) { f(begin + b, begin + e); });
+}
+template <class F> void by_rows(int64_t rows, int64_t row_elements, F&& f) { by_rows(0, rows, row_elements, f); }
+
 }  // namespace ork

@@ -44,14 +44,16 @@ class Imatrix:
     where: str = "imatrix"  # the file, for messages
 
     def __contains__(self, name: object) -> bool:
-        return name in self.sums
+        return isinstance(name, str) and name.partition("#")[0] in self.sums
 
-    def importance(self, name: str, K: int, expert: int = 0) -> F32:
-        """Mean square f32 [K] of each input of a tensor; ones where no row was seen.
+    def importance(self, name: str, K: int) -> F32:
+        """Mean square f32 [K] of each input of a tensor, `stack#3` for an expert's; ones where no row was seen.
 
         Raises UsageError if the file does not list the tensor, or lists another number of inputs, or holds numbers
         that are no mean squares.
         """
+        name, _, number = name.partition("#")
+        expert = int(number or 0)
         if name not in self.sums:
             raise UsageError(f"{self.where}: lists no tensor {name}: it is of another model")
         sums, counts = self.sums[name], self.counts[name]

@@ -37,6 +37,7 @@ else:
     import tomli as tomllib
 
 FOUR_BIT: Final = ("i4", "nf4")
+ROUTER: Final = ".ffn_gate_inp.weight"
 MAX_BYTES: Final = 1 << 20  # of a recipe file
 NAME: Final = re.compile(r"[A-Za-z0-9._+-]{1,64}")  # it becomes part of a file's name
 
@@ -108,6 +109,11 @@ class Recipe:
         return [(_pattern(p), choice) for p, choice in self.rules]
 
     def choose(self, tensor: str) -> Choice:
+        """How a tensor is stored: an expert, `stack#3`, as the whole stack; a router in f32 whatever the rules say, for
+        rounded it would send rows elsewhere."""
+        tensor = tensor.partition("#")[0]
+        if tensor.endswith(ROUTER):
+            return Choice("f32")
         return next((choice for pattern, choice in self._compiled if pattern.search(tensor)), self.default)
 
     def record(self) -> dict[str, Any]:

@@ -101,6 +101,24 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     return GgufSource(where)
 
 
+def matrices(t: TensorInfo) -> dict[str, tuple[int, int]]:
+    """The weights (name: N, K) that a tensor is: itself if it is a matrix, `name#0`, `name#1` ... of a stack."""
+    if len(t.shape) == 2:
+        return {t.name: (t.shape[0], t.shape[1])}
+    return {f"{t.name}#{e}": (t.shape[1], t.shape[2]) for e in range(t.shape[0] if len(t.shape) == 3 else 0)}
+
+
+def read_weight(source: Source, name: str, start: int, stop: int) -> F32:
+    """Rows [start, stop) of a weight as `matrices` names it; their mapped pages are dropped."""
+    first = 0
+    if name not in source.tensors:
+        name, _, expert = name.partition("#")
+        first = int(expert) * source.tensors[name].shape[1]
+    rows = source.rows(name, first + start, first + stop)
+    source.release(name, first + start, first + stop)
+    return rows
+
+
 class MappedFile:
     """A whole file, mapped read-only. `data` are its bytes; views of them stay valid after `close`."""
 
