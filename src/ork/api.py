@@ -16,7 +16,7 @@ from ork import models
 from ork.build.cache import cached_pack
 from ork.build.convert import DEFAULT_MAX_RAM
 from ork.build.running import RunningPack
-from ork.devices.choose import check_w4a4, open_device, placement_reason
+from ork.devices.choose import check_experts, check_w4a4, open_device, place_experts, placement_reason
 from ork.engine.draft import DraftModel, relative_cost
 from ork.engine.ngram import PromptLookup
 from ork.engine.sampling import SamplingParams
@@ -62,10 +62,12 @@ class LoadedModel:
         w4a4: bool = False,
         unproven: bool = False,
         expert_policy: str = "lru",
+        experts: str | None = None,
     ):
         self.pack = pack
         self._expert_policy = check_policy(expert_policy)
         self._window, self._prefetch = window, prefetch
+        check_experts(experts, device)
         self.device, self.device_reason = open_device(
             device, threads=threads, min_rows=min_rows, board=board, w4a4=w4a4, unproven=unproven
         )
@@ -77,6 +79,7 @@ class LoadedModel:
                 check_w4a4(slices)
             if left := placement_reason(self.device, slices):
                 self.device_reason += f"; {left}"
+            self._place_experts(experts)
             self.placement = self._place(domains)
             if preload or (self.placement is not None and len(self.placement.bytes) > 1):
                 self.reside()
@@ -85,6 +88,24 @@ class LoadedModel:
                 self.stream.close()
             self.device.close()
             raise
+
+    def _place_experts(self, asked: str | None) -> None:
+        """Decides where routed experts are computed, if the model has any."""
+        layers, about = self.stream.expert_layers, self.model.config.experts
+        if not layers or about is None:
+            return
+        others = sum(self.device.mapped_bytes(s) for t in self.stream.tensors for s in t.slices)
+        where = place_experts(
+            self.device,
+            asked,
+            [t.slices for t in layers[0].tensors(0)],
+            layers=len(layers),
+            experts=len(layers[0]),
+            top_k=about.used,
+            window=self._window,
+            others=others,
+        )
+        self.device_reason += f"; {where}" if where else ""
 
     def _place(self, domains: int | None) -> Placement | None:
         """Decides which slices go into which domain, where the device has several; noted in the pack where it uses
@@ -314,6 +335,7 @@ def load(
     domains: int | None = None,
     w4a4: bool = False,
     expert_policy: str = "lru",
+    experts: str | None = None,
     draft: str | os.PathLike[str] | None = None,
     draft_max: int | None = None,
     max_ram: int = DEFAULT_MAX_RAM,
@@ -325,7 +347,8 @@ def load(
     `preload` brings in what stays before the first op (see `LoadedModel.ready`); `domains` spreads it over so many of
     the NPU's 4 GiB domains (default: as few as hold it).
     `expert_policy` says which routed experts a window keeps: "lru", "lfu", or "pinned" by the pack's routing profile
-    (`ork skew --save`).
+    (`ork skew --save`); `experts` where they are computed: "npu", "cpu", or "auto" by what is predicted to be faster
+    (default: auto where the CPU shares the work, else the device).
     `draft` is a small model of the same vocabulary, or "ngram" for prompt look-up: up to `draft_max` of its tokens are
     checked in one pass, and the text stays the same.
     `w4a4` quantises the rows that meet i4 weights to four bits, as the NPU's int4 products want them.
@@ -346,6 +369,7 @@ def load(
         domains=domains,
         w4a4=w4a4,
         expert_policy=expert_policy,
+        experts=experts,
     )
     if draft is not None:
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ork import tiles
-from ork.devices.base import Device, SliceSpec
+from ork.devices.base import Device, SliceSpec, blob_bytes
 from ork.devices.cpu import CpuDevice
+from ork.devices.dispatch import PLACES, Mixture, choose
 from ork.errors import NpuError, UsageError
 
 if TYPE_CHECKING:
@@ -70,6 +71,57 @@ def open_device(
         return NpuDevice(npu, cpu, name="rk3588", int4_k=int4_k), "asked for"
     why = "asked for" if name == "hybrid" else f"auto: an RK3588 at {npu.path}"
     return _hybrid(npu, cpu, least, int4_k), f"{why}; ops with {least} rows and more on the chip"
+
+
+def check_experts(mode: str | None, device: str) -> None:
+    """Raises UsageError for a place of experts that is not known, or that the device called `device` has not."""
+    if mode is not None and mode not in PLACES:
+        raise UsageError(f"--experts {mode}: known are {', '.join(PLACES)}")
+    if mode == "npu" and device == "cpu":
+        raise UsageError("--experts npu: the device is the CPU; choose --device hybrid, emu or rk3588")
+
+
+def place_experts(
+    device: Device,
+    mode: str | None,
+    parts: Sequence[Sequence[SliceSpec]],
+    *,
+    layers: int,
+    experts: int,
+    top_k: int,
+    window: int | None,
+    others: int,
+) -> str:
+    """Decides where a mixture's experts are computed, before any is placed, and says why; "" without an NPU.
+
+    `parts`: the slices of one expert's gate, up and down; `others`: bytes that the rest of the model takes of the
+    device. `mode` is npu, cpu, auto, or None: auto where the CPU shares the work (`hybrid`), else npu. Raises
+    UsageError for npu without an NPU.
+    """
+    check_experts(mode, device.name)
+    if device.name == "cpu":
+        return ""
+    from ork.devices.npu import NpuDevice
+
+    assert isinstance(device, NpuDevice)
+    device.expert_rows = 0  # so that slices are told as the NPU would map them
+    slices = [s for part in parts for s in part]
+    mapped = sum(map(device.mapped_bytes, slices))
+    gate = parts[0]
+    mixture = Mixture(experts, top_k, gate[0].K, gate[-1].n1, sum(map(blob_bytes, slices)), mapped)
+    capacity, total = device.capacity(), layers * experts * mapped
+    room = (capacity.domains * capacity.bytes_per_domain if window is None else window) - others
+    why_not = ""
+    if not all(map(device.copies, slices)):
+        why_not = "their codec is none that this device's NPU computes"
+    elif any(s.group or s.act_group for s in slices):
+        why_not = "scales by group: a program a group costs 13 to 283 times one"
+    elif window is None and total > room:
+        why_not = f"{total >> 20} MiB of them do not fit the NPU's {room >> 20} MiB"
+    asked = mode or ("auto" if device.name == "hybrid" else "npu")
+    choice = choose(asked, mixture, streamed=max(0.0, 1 - max(0, room) / total), why_not=why_not)
+    device.expert_rows = choice.rows
+    return choice.reason
 
 
 def placement_reason(device: Device, specs: Iterable[SliceSpec]) -> str:

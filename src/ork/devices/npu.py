@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ork import native
-from ork.devices.base import Capacity, SliceSpec, Slot, blob_bytes
+from ork.devices import npu_experts as experts
+from ork.devices.base import Capacity, SliceSpec, Slot, blob_bytes, is_expert
 from ork.devices.cpu import CpuDevice
 from ork.devices.npu_plan import INPUT_BYTES, OUTPUT_BYTES, Piece, Plans, rounds
 from ork.devices.npu_slots import Lay, NpuHandle, NpuSlot, Slots, as_stored, host_slice, lay_of, lay_out, slot_layout
@@ -49,6 +50,9 @@ class NpuDevice:
         self.failed_ops = 0
         self.cpu_ops = 0
         self.npu_ops = 0
+        # rows of an expert, on average, from which on the NPU computes a mixture's; None: never, and its memory holds
+        # none of them
+        self.expert_rows: float | None = 0 if min_rows == 1 else None
         self._plans = Plans(npu)
         self._slots = Slots(npu, prepare=self._plans.scratch, forget=self._plans.forget)
 
@@ -56,6 +60,8 @@ class NpuDevice:
 
     def _lay(self, spec: SliceSpec) -> Lay | None:
         """How a slice lies in NPU memory; None: the CPU computes it."""
+        if self.expert_rows is None and is_expert(spec):
+            return None
         lay = lay_of(spec, self.int4_k)
         return None if lay and lay.group and not self.grouped else lay
 
@@ -75,7 +81,8 @@ class NpuDevice:
 
     def _keeps(self, spec: SliceSpec, lay: Lay) -> bool:
         """Whether the blob stays in host memory: ops with few rows then read half the bytes on the CPU."""
-        return self.min_rows > 1 and lay.codec != spec.codec
+        often = bool(self.expert_rows) if is_expert(spec) else self.min_rows > 1
+        return often and lay.codec != spec.codec
 
     def place(self, spec: SliceSpec, blob: npt.NDArray[np.uint8], domain: int = 0) -> NpuHandle:
         """Copies a slice into a buffer of `domain`; the host's slice stays in the blob, which the caller keeps alive.
@@ -160,14 +167,33 @@ class NpuDevice:
                 self._on_npu(handles, pieces, rows, outs, biases)
                 self.npu_ops += 1
             except SubmitFailed as error:
-                self.failed_ops += 1
                 # what the chains' programs are may never have reached the chip
                 self._plans.forget_round(handles, pieces, rows.rows)
-                warnings.warn(
-                    f"the NPU did not answer ({error}); the CPU computes instead", RuntimeWarning, stacklevel=2
-                )
+                self._failed(error)
                 whole = sorted({i for i, _, _ in pieces})
                 self._on_cpu([handles[i] for i in whole], x, rows, [outs[i] for i in whole], [biases[i] for i in whole])
+
+    def linear_experts(
+        self,
+        handles: Sequence[NpuHandle],
+        ranges: npt.NDArray[np.int32],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: Sequence[native.Array],
+    ) -> None:
+        least = self.expert_rows
+        if rows is None or least is None or len(ranges) * least > _rows(ranges) or not experts.possible(handles):
+            self._experts_on_cpu(handles, ranges, x, rows, outs)
+            return
+        for todo in experts.rounds(handles, ranges, self.cores):
+            try:
+                experts.run_round(self.npu, self._plans, todo, handles, rows, outs)
+                self.npu_ops += 1
+            except SubmitFailed as error:
+                self._failed(error)
+                # what is right already is computed again to the same bits
+                which = sorted({part.handle for part in todo.parts})
+                self._experts_on_cpu([handles[i] for i in which], ranges[which], x, rows, [outs[i] for i in which])
 
     def accumulators(self, handle: NpuHandle, a8: npt.NDArray[np.int8]) -> npt.NDArray[np.int32]:
         """The NPU's own sums. Raises SubmitFailed rather than fall back, ValueError for rows that four bits do not hold
@@ -214,6 +240,21 @@ class NpuDevice:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
+    def _failed(self, error: SubmitFailed) -> None:
+        self.failed_ops += 1
+        warnings.warn(f"the NPU did not answer ({error}); the CPU computes instead", RuntimeWarning, stacklevel=3)
+
+    def _experts_on_cpu(
+        self,
+        handles: Sequence[NpuHandle],
+        ranges: npt.NDArray[np.int32],
+        x: native.Array,
+        rows: native.QuantisedRows | None,
+        outs: Sequence[native.Array],
+    ) -> None:
+        self.cpu_ops += 1
+        native.linear_experts(x, rows, [h.host for h in handles], ranges, outs)
+
     def _on_cpu(
         self,
         handles: Sequence[NpuHandle],
@@ -241,3 +282,7 @@ class NpuDevice:
                 native.scale_partial_sums(
                     s.parts, part.half, s.row, s.block, s.m0, s.m1, rows, scaled, outs[i], biases[i]
                 )
+
+
+def _rows(ranges: npt.NDArray[np.int32]) -> int:
+    return int((ranges[:, 1] - ranges[:, 0]).sum())
