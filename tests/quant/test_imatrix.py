@@ -69,7 +69,7 @@ def test_as_another_program_writes_it(tmp_path: Path) -> None:
     }
     write_gguf(tmp_path / "x.gguf", {"general.type": "imatrix", "imatrix.chunk_size": 512}, tensors)
     got = read_imatrix(tmp_path / "x.gguf")
-    assert [got.importance("blk.0.ffn_up_exps.weight", 2, e).tolist() for e in range(3)] == [[1, 2], [1, 1], [3, 1]]
+    assert [got.importance(f"blk.0.ffn_up_exps.weight#{e}", 2).tolist() for e in range(3)] == [[1, 2], [1, 1], [3, 1]]
     with pytest.raises(UsageError, match="has 3 x 2 inputs, not 6"):
         got.importance("blk.0.ffn_up_exps.weight", 6)
 

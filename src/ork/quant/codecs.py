@@ -39,7 +39,7 @@ SMALLEST: Final = 2.0**-100
 NOT_FINITE: Final = "holds a value that is not finite: the source is damaged or not a model"
 
 _STEPS = np.arange(19, 1, -1) / 20  # 0.95, 0.90 ... 0.10
-_ABOVE = np.array([1.05, 1.1, 1.15, 1.2])  # one code more or less can fit a small group better than its absmax does
+_ABOVE = np.arange(21, 31) / 20  # 1.05 ... 1.50: a small group's largest weight may fit the next smaller level
 
 
 def _ratios(*parts: npt.NDArray[np.float64]) -> F32:
@@ -60,13 +60,13 @@ class Scheme:
     headroom: int
 
 
-_BOTH_SIGNS = np.concatenate([-np.ones(1), *([r, -r] for r in _STEPS[:10]), *([r, -r] for r in _ABOVE)])
+_BOTH_SIGNS = np.concatenate([-np.ones(1), *([r, -r] for r in _STEPS[:6]), *([r, -r] for r in _ABOVE)])
 
 SCHEMES: Final = MappingProxyType(
     {
-        "i8": Scheme(1, 127, _ratios(_STEPS, _ABOVE), 18),
-        "i4": Scheme(2, 7, _ratios(_STEPS, _ABOVE), 14),
-        "nf4": Scheme(3, 127, _ratios(_BOTH_SIGNS, _STEPS[10:]), 18),
+        "i8": Scheme(1, 127, _ratios(_STEPS, _ABOVE[:4]), 18),
+        "i4": Scheme(2, 7, _ratios(_STEPS, _ABOVE[:4]), 14),
+        "nf4": Scheme(3, 127, _ratios(_BOTH_SIGNS, _STEPS[6:]), 18),
     }
 )
 

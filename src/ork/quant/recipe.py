@@ -114,7 +114,15 @@ class Recipe:
         tensor = tensor.partition("#")[0]
         if tensor.endswith(ROUTER):
             return Choice("f32")
-        return next((choice for pattern, choice in self._compiled if pattern.search(tensor)), self.default)
+        choice = self._chosen.get(tensor)  # asked for again and again, once a slice
+        if choice is None:
+            choice = next((c for pattern, c in self._compiled if pattern.search(tensor)), self.default)
+            self._chosen[tensor] = choice
+        return choice
+
+    @cached_property
+    def _chosen(self) -> dict[str, Choice]:
+        return {}
 
     def record(self) -> dict[str, Any]:
         """The recipe as a pack stores it; `of` is the inverse."""
