@@ -188,6 +188,14 @@ class RunningPack(PlannedSource):
         self._start(self._keep)
         return True
 
+    @property
+    def made_experts(self) -> int:
+        """Routed experts that are converted so far, each layer's by itself."""
+        names = [
+            name for name, t in self.tensors.items() if t.expert >= 0 and t.role_order == 2
+        ]  # the last of its parts
+        return sum(all(self._state[entry] == DONE for entry in self._entries[name]) for name in names)
+
     def watch(self, progress: Progress | None) -> None:
         """Calls `progress(bytes done, bytes in all)` from now on, from any thread; None: no longer."""
         self._progress = progress

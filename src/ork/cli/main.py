@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": "check every hash of a pack",
     "ppl": "measure perplexity on a text, and KL divergence from a reference",
     "qerr": "measure what quantisation changed: by tensor, and where two models first differ",
+    "skew": "measure which experts a text chooses, and what a cache of them would hit",
     "diff": "show how two packs differ: recipe, codecs, bytes, quality",
     "npu": "work on programs of the NPU: disassemble, compare",
     "emu": "run other programs of the chip on the emulated one",

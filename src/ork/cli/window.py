@@ -16,14 +16,32 @@ def add_window(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--window", metavar="SIZE", help="weights on the device at most, as 512M; the rest is streamed")
     sub.add_argument("--no-prefetch", action="store_true", help="do not read ahead, to compare")
     sub.add_argument("--domains", type=int, metavar="N", help="spread weights over N of the NPU's 4 GiB domains")
+    sub.add_argument(
+        "--expert-policy",
+        choices=("lru", "lfu", "pinned"),
+        help="experts that a window keeps: those used last (default) or most, or by the profile of ork skew --save",
+    )
+    sub.add_argument(
+        "--experts",
+        choices=("npu", "cpu", "auto"),
+        help="where a mixture's experts are computed; auto (default with hybrid): as published figures predict",
+    )
 
 
 def window_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `LoadedModel` takes of these flags. Raises UsageError."""
     if args.no_prefetch and args.window is None:
         raise UsageError("--no-prefetch turns off reading ahead through a window: it goes with --window")
+    if args.expert_policy is not None and args.window is None:
+        raise UsageError("--expert-policy says which experts a window keeps: it goes with --window")
     window = None if args.window is None else parse_size(args.window)
-    return {"window": window, "prefetch": not args.no_prefetch, "domains": args.domains}
+    return {
+        "window": window,
+        "prefetch": not args.no_prefetch,
+        "domains": args.domains,
+        "expert_policy": args.expert_policy or "lru",
+        "experts": args.experts,
+    }
 
 
 def ready_facts(model: LoadedModel) -> dict[str, Any]:
@@ -61,7 +79,49 @@ def window_facts(model: LoadedModel) -> dict[str, Any]:
         "scratch_bytes": scratch_bytes(model),
         "domains": {str(domain): n for domain, n in s.domains.items()},
         **({"placement": model.placement.reason} if model.placement else {}),
+        **expert_facts(model),
     }
+
+
+def expert_facts(model: LoadedModel) -> dict[str, Any]:
+    """What was counted of routed experts, in all and by layer; nothing for a dense model."""
+    s = model.stream.stats.experts
+    if not model.stream.expert_layers:
+        return {}
+    lookups, hits, loads, moved = (c.total() for c in (s.lookups, s.hits, s.loads, s.moved_bytes))
+    return {
+        "experts": {
+            "layers": len(model.stream.expert_layers),
+            "total": sum(map(len, model.stream.expert_layers)),
+            "lookups": lookups,
+            "hits": hits,
+            "hit_rate": round(s.hit_rate, 4),
+            "loads": loads,
+            "moved_bytes": moved,
+            "waits": s.waits,
+            "wait_seconds": round(s.wait_seconds, 6),
+            "by_layer": {
+                str(n): {"lookups": s.lookups[n], "hits": s.hits[n], "loads": s.loads[n], "bytes": s.moved_bytes[n]}
+                for n in sorted(s.lookups)
+            },
+        }
+    }
+
+
+def say_experts(model: LoadedModel) -> None:
+    """The experts' line: of a pack all are there, and none is converted again."""
+    facts = expert_facts(model)
+    if not facts:
+        return
+    e = facts["experts"]
+    packed = getattr(model.pack, "made_experts", 0)
+    line = f"experts: loaded {e['loads']} / packed {packed} of {e['total']}"
+    if model.windowed:
+        line += (
+            f"; {e['lookups']} lookups, {100 * e['hit_rate']:.1f} % hits, {size_text(e['moved_bytes'])} moved, "
+            f"{e['waits']} waits of {e['wait_seconds']:.2f} s"
+        )
+    say(line)
 
 
 def say_window(model: LoadedModel) -> None:
@@ -70,6 +130,7 @@ def say_window(model: LoadedModel) -> None:
     if model.placement and len(model.placement.bytes) > 1:
         where = ", ".join(f"{domain}: {size_text(n)}" for domain, n in s.domains.items())
         say(f"placement: {model.placement.reason} ({where})")
+    say_experts(model)
     if not model.windowed:
         return
     say(

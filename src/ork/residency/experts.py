@@ -10,6 +10,7 @@ fewer slots than the pass needs, half of them are filled while the other half is
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,90 +32,108 @@ Profile = Mapping[int, Sequence[int]]  # by layer: how often each of its experts
 
 
 class Policy(Protocol):
-    """Remembers uses and chooses what goes."""
+    """Remembers uses of what is in its slots and chooses what goes."""
 
-    def visit(self, needed: Sequence[Item]) -> None:
-        """A pass of a layer, before its experts are used."""
+    def visit(self) -> None:
+        """A pass of a layer begins."""
 
     def use(self, item: Item) -> None:
-        """It is used now; it is in a slot, or will be."""
+        """It is used now; it is in a slot, or comes into one."""
 
-    def victim(self, items: Iterable[Item]) -> Item:
-        """The one of these that goes."""
+    def drop(self, item: Item) -> None:
+        """It is in no slot any more."""
+
+    def victim(self, allowed: Callable[[Item], bool]) -> Item:
+        """The one that goes of those that may: there is one."""
 
 
 class Lru:
     """The one that was used longest ago goes."""
 
     def __init__(self) -> None:
-        self._time = 0
-        self._used: dict[Item, int] = {}
+        self._held: OrderedDict[Item, None] = OrderedDict()
 
-    def visit(self, needed: Sequence[Item]) -> None:
+    def visit(self) -> None:
         """All that counts is the order of uses."""
 
     def use(self, item: Item) -> None:
-        self._time += 1
-        self._used[item] = self._time
+        self._held[item] = None
+        self._held.move_to_end(item)
 
-    def victim(self, items: Iterable[Item]) -> Item:
-        return min(items, key=lambda item: self._used.get(item, 0))
+    def drop(self, item: Item) -> None:
+        self._held.pop(item, None)
+
+    def victim(self, allowed: Callable[[Item], bool]) -> Item:
+        return next(filter(allowed, self._held))
 
 
-class Lfu:
+class Lfu(Lru):
     """The one with the fewest uses goes, where a use counts half after HALF_LIFE visits; of equals the older one.
 
     Uses are remembered of all experts, also of those that are not there.
     """
 
     def __init__(self) -> None:
-        self._order = Lru()
+        super().__init__()
         self._weight = 1.0  # of a use now: growing instead of letting all counts shrink
         self._counts: dict[Item, float] = {}
 
-    def visit(self, needed: Sequence[Item]) -> None:
+    def visit(self) -> None:
         self._weight *= 2 ** (1 / HALF_LIFE)
         if self._weight > 1e100:
             self._counts = {item: count / self._weight for item, count in self._counts.items()}
             self._weight = 1.0
 
     def use(self, item: Item) -> None:
-        self._order.use(item)
+        super().use(item)
         self._counts[item] = self._counts.get(item, 0.0) + self._weight
 
-    def victim(self, items: Iterable[Item]) -> Item:
-        held = list(items)
-        least = min(self._counts.get(item, 0.0) for item in held)
-        return self._order.victim(item for item in held if self._counts.get(item, 0.0) == least)
+    def victim(self, allowed: Callable[[Item], bool]) -> Item:
+        return min(filter(allowed, self._held), key=self._counts.__getitem__)
 
 
 class Belady:
-    """The one that is needed again last goes: no policy has fewer loads. It knows the future: for traces alone.
+    """The one that is needed again last goes: no policy has fewer loads, where slots hold what a pass needs. It knows
+    the future: for traces alone.
 
     `visits` are those of its pool, in order, each the items that a pass needs.
     """
 
     def __init__(self, visits: Sequence[Sequence[Item]]) -> None:
-        self._next: dict[Item, list[int]] = {}
+        self._uses: dict[Item, list[int]] = {}  # latest first
         for at in range(len(visits) - 1, -1, -1):
             for item in visits[at]:
-                self._next.setdefault(item, []).append(at)
+                self._uses.setdefault(item, []).append(at)
         self._at = -1
+        self._never = len(visits)
+        self._due: dict[Item, int] = {}  # of what is held: its next use
+        self._heap: list[tuple[int, Item]] = []  # the same, latest first, and what was true once
 
-    def visit(self, needed: Sequence[Item]) -> None:
+    def visit(self) -> None:
         self._at += 1
 
     def use(self, item: Item) -> None:
-        """Nothing to remember."""
+        uses = self._uses[item]
+        while uses and uses[-1] <= self._at:
+            uses.pop()
+        self._due[item] = uses[-1] if uses else self._never
+        heapq.heappush(self._heap, (-self._due[item], item))
 
-    def victim(self, items: Iterable[Item]) -> Item:
-        return max(items, key=self._again)
+    def drop(self, item: Item) -> None:
+        self._due.pop(item, None)
 
-    def _again(self, item: Item) -> float:
-        visits = self._next.get(item, [])
-        while visits and visits[-1] <= self._at:
-            visits.pop()
-        return visits[-1] if visits else float("inf")
+    def victim(self, allowed: Callable[[Item], bool]) -> Item:
+        passed = []
+        try:
+            while True:
+                due, item = heapq.heappop(self._heap)
+                if self._due.get(item) == -due:
+                    passed.append((due, item))
+                    if allowed(item):
+                        return item
+        finally:
+            for entry in passed:
+                heapq.heappush(self._heap, entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,31 +162,38 @@ class Pool:
         self.slots = slots
         self.policy = policy
         self.evictions = 0
-        self._held: OrderedDict[Item, int] = OrderedDict()
+        self._held: dict[Item, int] = {}
         self._free = list(range(slots - 1, -1, -1))
 
     def visit(self, needed: Sequence[Item]) -> Visit:
         """A pass needs these, ascending: decides what comes into which slot."""
-        self.policy.visit(needed)
+        self.policy.visit()
         held, wanted = self._held, set(needed)
         hits = {item: held[item] for item in needed if item in held}
         for item in hits:
             self.policy.use(item)
         most = max(1, self.slots // 2)
         missing = [item for item in needed if item not in held]
+        busy = len(hits)  # of what is held: needed by this pass
         loads: list[Load] = []
         for i, item in enumerate(missing):
-            self.policy.use(item)
             after = None
             if self._free:
                 slot = self._free.pop()
             else:
-                first = max(0, i // most - (self.slots > 1)) * most  # from here on they may not be computed yet
-                gone = self._victim(wanted, set(missing[first:]))
-                after = gone if gone in wanted else None
+                if busy == len(held):  # those that may not be computed yet stay
+                    waiting = set(missing[max(0, i // most - (self.slots > 1)) * most :])
+                    gone = self.policy.victim(lambda other, waiting=waiting: other not in waiting)  # type: ignore[misc]
+                    after = gone
+                    busy -= 1
+                else:
+                    gone = self.policy.victim(lambda other: other not in wanted)
+                self.policy.drop(gone)
                 slot = held.pop(gone)
                 self.evictions += 1
             held[item] = slot
+            self.policy.use(item)
+            busy += 1
             loads.append(Load(item, slot, after))
         return Visit(hits, tuple(loads), most)
 
@@ -176,6 +202,7 @@ class Pool:
         for item in items:
             slot = self._held.pop(item, None)
             if slot is not None:
+                self.policy.drop(item)
                 self._free.append(slot)
 
     def clear(self) -> None:
@@ -186,10 +213,6 @@ class Pool:
 
     def __len__(self) -> int:
         return len(self._held)
-
-    def _victim(self, wanted: set[Item], waiting: set[Item]) -> Item:
-        idle = [item for item in self._held if item not in wanted]
-        return self.policy.victim(idle or [item for item in self._held if item not in waiting])
 
 
 # --- what a window has for experts -------------------------------------------------------------------------------
@@ -248,6 +271,10 @@ def piece_sizes(layers: Sequence[ExpertLayer], mapped: Mapped) -> tuple[int, ...
     for layer in layers:
         for expert in range(len(layer)):
             shapes.add(tuple(align(mapped(s)) for t in layer.tensors(expert) for s in t.slices))
+    return _widest(shapes)
+
+
+def _widest(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(max(sizes) for sizes in zip_longest(*shapes, fillvalue=0))
 
 
@@ -266,7 +293,7 @@ def plan_experts(
         stay = {layer.layer: tuple(range(len(layer))) for layer in layers}
         return ExpertPlan(policy, (), stay, everything)
     numbers = tuple(layer.layer for layer in layers)
-    widest = tuple(max(each) for each in zip_longest(*sizes.values(), fillvalue=0))
+    widest = _widest(sizes.values())
     if room < LEAST * sum(widest):
         return None
     if policy == "pinned":
@@ -277,8 +304,14 @@ def plan_experts(
     slots = {layer.layer: min(len(layer), room // len(layers) // sum(sizes[layer.layer])) for layer in layers}
     if min(slots.values()) >= LEAST:
         return ExpertPlan(policy, tuple(PoolPlan((n,), slots[n], sizes[n]) for n in numbers))
-    most = sum(len(layer) for layer in layers)
-    return ExpertPlan(policy, (PoolPlan(numbers, min(most, room // sum(widest)), widest),))
+    return shared_plan(layers, room, mapped, policy)
+
+
+def shared_plan(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, policy: str = "lru") -> ExpertPlan:
+    """One pool for all layers, of the slots that `room` has."""
+    widest = piece_sizes(layers, mapped)
+    slots = min(sum(map(len, layers)), room // sum(widest))
+    return ExpertPlan(policy, (PoolPlan(tuple(layer.layer for layer in layers), slots, widest),))
 
 
 def plan_parts(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, slots: int, policy: str) -> ExpertPlan:
@@ -295,6 +328,22 @@ def plan_parts(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, slots: 
             f"slices of experts take {pool.nbytes:,} bytes: give --window {-(-(pool.nbytes - room) >> 20)}M more"
         )
     return ExpertPlan(policy, (pool,), parts=True)
+
+
+def profile_of(note: object) -> Profile | None:
+    """The profile that a pack's notes hold, as `ork skew --save` writes it: {"counts": {layer: [uses of each expert]}}.
+    Notes are not under the pack's hash: what cannot be right counts as none."""
+    counts = note.get("counts") if isinstance(note, dict) else None
+    if not isinstance(counts, dict):
+        return None
+    profile: dict[int, list[int]] = {}
+    for layer, uses in counts.items():
+        if not (isinstance(layer, str) and layer.isdecimal() and len(layer) < 6 and isinstance(uses, list)):
+            return None
+        if not all(type(n) is int and 0 <= n < 1 << 53 for n in uses):
+            return None
+        profile[int(layer)] = uses
+    return profile or None
 
 
 def check_policy(policy: str) -> str:
