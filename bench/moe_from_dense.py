@@ -120,7 +120,8 @@ def split(x: F32, hidden: F32, down: F32, experts: int, top_k: int, *, shared: b
     # one that the others need not have room for
     common = often[: max(min(room_shared, ffn), ffn - experts * room) if shared else 0]
     others = np.setdiff1d(np.arange(ffn), common)
-    chosen = cluster(patterns[:, others].T.copy(), experts, room) if others.size else np.empty(0, np.int64)
+    each = -(-others.size // experts)
+    chosen = cluster(patterns[:, others].T.copy(), experts, each) if others.size else np.empty(0, np.int64)
     table = np.full((experts, room), -1)
     for e in range(experts):
         mine = others[chosen == e]

@@ -111,14 +111,16 @@ def place_experts(
     mixture = Mixture(experts, top_k, gate[0].K, gate[-1].n1, sum(map(blob_bytes, slices)), mapped)
     capacity, total = device.capacity(), layers * experts * mapped
     room = (capacity.domains * capacity.bytes_per_domain if window is None else window) - others
+    asked = mode or ("auto" if device.name == "hybrid" else "npu")
     why_not = ""
-    if not all(map(device.copies, slices)):
-        why_not = "their codec is none that this device's NPU computes"
+    if asked != "cpu" and not all(map(device.copies, slices)):
+        asked, why_not = "auto", "their codec, or scales by group, are none that this device gives the NPU"
+    elif asked != "cpu" and device.int4_k and slices[0].codec == "i4":
+        asked, why_not = "auto", "int4 programs take rows in a form in which those of an expert do not lie together"
     elif any(s.group or s.act_group for s in slices):
         why_not = "scales by group: a program a group costs 13 to 283 times one"
     elif window is None and total > room:
-        why_not = f"{total >> 20} MiB of them do not fit the NPU's {room >> 20} MiB"
-    asked = mode or ("auto" if device.name == "hybrid" else "npu")
+        why_not = f"{total >> 20} MiB of them do not fit the NPU's {max(0, room) >> 20} MiB"
     choice = choose(asked, mixture, streamed=max(0.0, 1 - max(0, room) / total), why_not=why_not)
     device.expert_rows = choice.rows
     return choice.reason
