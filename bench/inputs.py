@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -35,7 +36,7 @@ def gguf_file(model: str) -> Path:
 
 def fresh_pack(model: Path, folder: Path, *options: str) -> Path:
     """The model's pack as `ork convert` with these options makes it now: no older pack of the cache is measured."""
-    pack = folder / f"{model.stem}{''.join(options)}.orkpack"
+    pack = folder / f"{model.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', ''.join(options))[:60]}.orkpack"
     command = [sys.executable, "-m", "ork", "convert", str(model), "-o", str(pack), *options]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:

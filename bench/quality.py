@@ -125,7 +125,9 @@ def candidates(
     found = []
     for name, options in recipes.items():
         start = time.perf_counter()
-        pack = fresh_pack(float_model, folder, *options, *extra)
+        # one measurement serves the whole sweep
+        shared = ("--measurements", str(folder / "measurements.json")) if name in SWEEP else ()
+        pack = fresh_pack(float_model, folder, *options, *shared, *extra)
         found.append(Candidate(f"ork {name}", pack, *weights_of_pack(pack), time.perf_counter() - start, peer=False))
         print(f"{found[-1].name}: {found[-1].seconds:.1f} s", file=sys.stderr)
     kept = cache_folder("peers/fair")
