@@ -143,3 +143,20 @@ def random_gguf(path: Path, arch: str = "llama", seed: int = 0, kind: str = "F32
 
 def speaking_gguf(path: Path, text: str, *, tail: str = END, **changes: Any) -> Path:
     return write(path, metadata(**changes), speaking_tensors(text, tail=tail))
+
+
+def moe_gguf(path: Path, *, experts: int = 8, top_k: int = 2, inner: int = 32, seed: int = 0) -> Path:
+    """A random qwen3moe of two layers; its routers prefer some experts, those of the second layer more so."""
+    arch, rng = "qwen3moe", np.random.default_rng(seed)
+    sizes = {"expert_count": experts, "expert_used_count": top_k, "expert_feed_forward_length": inner}
+    tensors = random_tensors("qwen3", seed, tied=False)
+    for i in range(2):
+        at = f"blk.{i}.ffn_"
+        for part, n, k in (("gate", inner, 64), ("up", inner, 64), ("down", 64, inner)):
+            del tensors[f"{at}{part}.weight"]
+            stack = rng.standard_normal((experts, n, k)) / np.sqrt(k) * 1.5
+            tensors[f"{at}{part}_exps.weight"] = stack.astype(np.float32)
+        # rows of one sign add up where the norm in front of them does: a bias that the router has not
+        liking = rng.permutation(experts)[:, None] * (0.02 + 0.02 * i) * np.sign(tensors[f"blk.{i}.ffn_norm.weight"])
+        tensors[f"{at}gate_inp.weight"] = (rng.standard_normal((experts, 64)) * 0.15 + liking).astype(np.float32)
+    return write(path, metadata(arch, **{f"{arch}.{key}": value for key, value in sizes.items()}), tensors)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ork.errors import StorageError, UsageError
-from ork.residency.experts import HALF_LIFE, Belady, Lfu, Lru, Policy, Pool, Visit, plan_experts
+from ork.residency.experts import HALF_LIFE, Lfu, Lru, Pool, Visit, plan_experts, profile_of
 from ork.residency.stream import ExpertLayer, Stream
 from ork.residency.window import Window
 from tests.residency.fakes import ROOM, FakeDevice, FakeSource, right, tensor
@@ -154,17 +154,14 @@ items = st.lists(
 @settings(max_examples=80, deadline=None)
 @given(visits=items, slots=st.integers(1, 9))
 def test_no_slot_is_taken_from_an_expert_in_use(visits: list[list[tuple[int, ...]]], slots: int) -> None:
-    policies: list[Policy] = [Lru(), Lfu(), Belady(visits)]
-    loads = [sum(len(v.loads) for v in replay(Pool(slots, policy), visits)) for policy in policies]
-    if slots >= 6:  # of what a pass needs
-        assert loads[2] <= min(loads)
+    for policy in (Lru(), Lfu()):
+        assert sum(len(v.loads) + len(v.hits) for v in replay(Pool(slots, policy), visits)) == sum(map(len, visits))
 
 
 @settings(max_examples=40, deadline=None)
 @given(sequence=st.lists(st.integers(0, 7), max_size=60), slots=st.integers(1, 8))
 def test_one_expert_at_a_time_is_a_textbook_cache(sequence: list[int], slots: int) -> None:
-    """LRU against a list; Belady against trying every choice is left to the bound above, and to this: FIFO is no
-    better."""
+    """LRU against a list."""
     held: list[int] = []
     expected = []
     for e in sequence:
@@ -174,8 +171,6 @@ def test_one_expert_at_a_time_is_a_textbook_cache(sequence: list[int], slots: in
         held = [*held, e][-slots:]
     visits = [[(0, e)] for e in sequence]
     assert [bool(v.hits) for v in replay(Pool(slots, Lru()), visits)] == expected
-    best = sum(bool(v.hits) for v in replay(Pool(slots, Belady(visits)), visits))
-    assert best >= sum(expected)
 
 
 def test_lfu_keeps_what_is_used_and_lets_go_of_what_was() -> None:
@@ -317,3 +312,16 @@ def test_what_a_profile_says_stays() -> None:
         plan_experts(layers, 8 * EXPERT * ROOM, lambda _: ROOM, "pinned", {**profile, 2: [1, 2]})
     with pytest.raises(UsageError, match="expert policy 'mru': known are lru, lfu, pinned"):
         plan_experts(layers, 8 * EXPERT * ROOM, lambda _: ROOM, "mru")
+
+
+@pytest.mark.parametrize(
+    "note",
+    [None, 3, {}, {"counts": []}, {"counts": {}}, {"counts": {"a": [1]}}, {"counts": {"1": 2}}]
+    + [{"counts": {"1": [1, wrong]}} for wrong in (-1, True, 0.5, "1", None, 1 << 60)],
+)
+def test_a_note_that_is_no_profile(note: object) -> None:
+    assert profile_of(note) is None
+
+
+def test_a_note_that_is_one() -> None:
+    assert profile_of({"counts": {"1": [1, 2], "12": [0, 3]}, "text": "x"}) == {1: [1, 2], 12: [0, 3]}

@@ -8,7 +8,8 @@ rates are of the other half, from an empty cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,18 +19,7 @@ import numpy.typing as npt
 
 from ork.engine.kvcache import Sequence as Place
 from ork.errors import UsageError
-from ork.residency.experts import (
-    Belady,
-    ExpertPlan,
-    Item,
-    Mapped,
-    Policy,
-    Pool,
-    Profile,
-    make_policy,
-    plan_experts,
-    shared_plan,
-)
+from ork.residency.experts import ExpertPlan, Item, Mapped, Pool, Profile, make_policy, piece_sizes, plan_experts
 
 if TYPE_CHECKING:
     from ork.engine.session import Engine
@@ -142,17 +132,47 @@ def pinned_coverage(train: Profile, held: Routing) -> dict[int, F64]:
 # --- caches --------------------------------------------------------------------------------------------------------
 
 
-def hit_rate(trace: Routing, plan: ExpertPlan, policy: Callable[[list[list[Item]]], Policy] | None = None) -> float:
-    """Share of the lookups that a run with this plan finds, decoding the trace from an empty cache. `policy` makes
-    another one than the plan's, of the visits of a pool."""
+def hit_rate(trace: Routing, plan: ExpertPlan) -> float:
+    """Share of the lookups that a run with this plan finds, decoding the trace from an empty cache."""
     lookups = misses = 0
     for pool in plan.pools:
         stay = {(layer, expert) for layer in pool.layers for expert in plan.stay.get(layer, ())}
-        visits = [[item for item in visit if item not in stay] for visit in trace.visits(pool.layers)]
-        lookups += sum(trace.chosen[layer].size for layer in pool.layers)
-        slots = Pool(pool.slots, policy(visits) if policy else make_policy(plan.policy))
-        misses += sum(len(slots.visit(visit).loads) for visit in visits)
+        slots = Pool(pool.slots, make_policy(plan.policy))
+        for visit in trace.visits(pool.layers):
+            lookups += len(visit)
+            misses += len(slots.visit([item for item in visit if item not in stay]).loads)
     return 1 - misses / lookups if lookups else 1.0
+
+
+def belady(visits: Sequence[Sequence[Item]], slots: int) -> int:
+    """The most hits that any cache of so many slots can have, whatever it holds at first: between two visits it keeps
+    what is needed again soonest. (A stay from one use to the next takes a slot; of too many at a time the one that ends
+    last is given up.)"""
+    uses: dict[Item, list[int]] = {}  # latest first
+    for at in range(len(visits) - 1, -1, -1):
+        for item in visits[at]:
+            uses.setdefault(item, []).append(at)
+    due: dict[Item, int] = {}  # of what is kept: its next use
+    latest: list[tuple[int, Item]] = []  # a heap of the same, and of what was true once
+
+    def keep(items: Iterable[Item]) -> None:
+        for item in items:
+            if uses[item]:
+                due[item] = uses[item][-1]
+                heapq.heappush(latest, (-due[item], item))
+        while len(due) > slots:
+            when, item = heapq.heappop(latest)
+            if due.get(item) == -when:
+                del due[item]
+
+    keep(uses)
+    hits = 0
+    for visit in visits:
+        for item in visit:
+            hits += due.pop(item, None) is not None
+            uses[item].pop()
+        keep(visit)
+    return hits
 
 
 @dataclass(frozen=True)
@@ -175,13 +195,16 @@ def curve(
     """Hit rates on `trace` of every policy and of the bound, by bytes for experts. `profile` is of another text. Sizes
     with no room for two experts are left out."""
     points = []
+    visits = list(trace.visits([layer.layer for layer in layers]))
+    lookups = max(1, sum(map(len, visits)))
+    smallest = min(sum(piece_sizes([layer], mapped)) for layer in layers)
     for nbytes in sizes:
         plans = {name: plan_experts(layers, nbytes, mapped, name, profile) for name in ("lru", "lfu", "pinned")}
         rates = {name: hit_rate(trace, plan) for name, plan in plans.items() if plan is not None}
         plan = plans["lru"]
         if plan is None:
             continue
-        rates[BOUND] = hit_rate(trace, shared_plan(layers, nbytes, mapped), Belady)
+        rates[BOUND] = belady(visits, nbytes // smallest) / lookups
         slots = sum(p.slots for p in plan.pools) + sum(map(len, plan.stay.values()))
         points.append(Point(nbytes, slots / len(layers), rates))
     return points

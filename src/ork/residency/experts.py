@@ -10,7 +10,6 @@ fewer slots than the pass needs, half of them are filled while the other half is
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,50 +89,6 @@ class Lfu(Lru):
 
     def victim(self, allowed: Callable[[Item], bool]) -> Item:
         return min(filter(allowed, self._held), key=self._counts.__getitem__)
-
-
-class Belady:
-    """The one that is needed again last goes: no policy has fewer loads, where slots hold what a pass needs. It knows
-    the future: for traces alone.
-
-    `visits` are those of its pool, in order, each the items that a pass needs.
-    """
-
-    def __init__(self, visits: Sequence[Sequence[Item]]) -> None:
-        self._uses: dict[Item, list[int]] = {}  # latest first
-        for at in range(len(visits) - 1, -1, -1):
-            for item in visits[at]:
-                self._uses.setdefault(item, []).append(at)
-        self._at = -1
-        self._never = len(visits)
-        self._due: dict[Item, int] = {}  # of what is held: its next use
-        self._heap: list[tuple[int, Item]] = []  # the same, latest first, and what was true once
-
-    def visit(self) -> None:
-        self._at += 1
-
-    def use(self, item: Item) -> None:
-        uses = self._uses[item]
-        while uses and uses[-1] <= self._at:
-            uses.pop()
-        self._due[item] = uses[-1] if uses else self._never
-        heapq.heappush(self._heap, (-self._due[item], item))
-
-    def drop(self, item: Item) -> None:
-        self._due.pop(item, None)
-
-    def victim(self, allowed: Callable[[Item], bool]) -> Item:
-        passed = []
-        try:
-            while True:
-                due, item = heapq.heappop(self._heap)
-                if self._due.get(item) == -due:
-                    passed.append((due, item))
-                    if allowed(item):
-                        return item
-        finally:
-            for entry in passed:
-                heapq.heappush(self._heap, entry)
 
 
 @dataclass(frozen=True, slots=True)
