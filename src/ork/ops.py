@@ -279,8 +279,7 @@ class _ExpertPass:
         self.rows = native.empty_rows(count, experts.down.K, how[2]) if how else None
 
     def run(self) -> Array:
-        ops, offsets = self.ops, self.offsets
-        needed = [e for e in range(self.routes.experts) if offsets[e] < offsets[e + 1]]
+        ops, needed = self.ops, self.routes.active()
         if ops.observer is not None:
             for e in needed:
                 self._observe(self.x, e, self.experts.layer.gate[e], self.experts.layer.up[e])

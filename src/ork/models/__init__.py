@@ -56,7 +56,8 @@ def cycle(ops: Ops) -> list[TensorSpec]:
     """What passes multiply with, over and over, from the head on: of a window too small for all, the head is the first
     to stay. A prefill computes it for one row, so that nothing would hide its transfer; those of layers are hidden.
 
-    Without routed experts, whose order is not known. An embedding that is not the head too is only looked up, a few columns at a time.
+    Without routed experts, whose order is not known. An embedding that is not the head too is only looked up, a few
+    columns at a time.
     """
     head = "output.weight" if "output.weight" in ops.source else "token_embd.weight"
     order = [t for t in _dense(ops) if t.name == head or t.name != "token_embd.weight"]

@@ -45,9 +45,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class MoeDefaults:
-    """What an architecture does where the metadata are silent. `ffn` of an expert: 'given' must be there, 'whole' is the
-    feed-forward length, 'parts' that over the number of experts used. `shared`: the whole is that of a
-    gated shared expert; `always`: there are experts."""
+    """What an architecture does where the metadata are silent. `ffn` of an expert: 'given' must be there, 'whole' is
+    the feed-forward length, 'parts' that over the number of experts used. `shared`: the whole is that of a gated shared
+    expert; `always`: there are experts."""
 
     gating: str = "softmax"
     normalise: bool = True

@@ -1,5 +1,5 @@
-"""Granite MoE: Llama with routed experts (and in some a shared one), and four constants: embeddings are multiplied by one,
-what each half block adds by another, scores of attention by a third; logits are divided by the last."""
+"""Granite MoE: Llama with routed experts (and in some a shared one), and four constants: embeddings are multiplied by
+one, what each half block adds by another, scores of attention by a third; logits are divided by the last."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LFM2-MoE: most layers are short convolutions, the others attention; sigmoid routing, with a bias for the choice alone,
-behind a few layers with an ordinary feed-forward.
+"""LFM2-MoE: most layers are short convolutions, the others attention; sigmoid routing, with a bias for the choice
+alone, behind a few layers with an ordinary feed-forward.
 
 A convolution's rows are projected to [b | c | x]; c * conv(b * x) is projected back.
 """

@@ -1,4 +1,4 @@
-"""OLMoE: routed experts whose weights are not normalised, and an RMSNorm over the whole width of queries and of keys."""
+"""OLMoE: routed experts whose weights are not normalised, an RMSNorm over the whole width of queries and of keys."""
 
 from __future__ import annotations
 

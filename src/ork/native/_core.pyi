@@ -286,6 +286,8 @@ class Routes:
         """[rows * top_k]: the row that each gathered one is a copy of."""
     def offsets(self) -> list[int]:
         """[experts + 1]: the gathered rows of each expert."""
+    def active(self) -> list[int]:
+        """The experts that have rows, ascending."""
 
 def route(
     logits: Array,

@@ -547,7 +547,12 @@ void bind_experts(nb::module_& m) {
         .def("ids", [](nb::handle self) { const Routes& r = nb::cast<const Routes&>(self); return view_of(self, r.ids, r.rows, r.top_k); })
         .def("weights", [](nb::handle self) { const Routes& r = nb::cast<const Routes&>(self); return view_of(self, r.weights, r.rows, r.top_k); })
         .def("sources", [](nb::handle self) { const Routes& r = nb::cast<const Routes&>(self); return view_of(self, r.sources, r.gathered(), 0); })
-        .def("offsets", [](const Routes& r) { return r.offsets; });
+        .def("offsets", [](const Routes& r) { return r.offsets; })
+        .def("active", [](const Routes& r) {
+            std::vector<int32_t> active;
+            for (int64_t e = 0; e < r.experts; e++) if (r.offsets[e] < r.offsets[e + 1]) active.push_back((int32_t)e);
+            return active;
+        });
     m.def("route", [](const Array& logits, int64_t top_k, bool sigmoid, bool normalise, float scale, const Array* bias, int64_t groups, int64_t used) {
         const int64_t n = logits.cols;
         require(n > 0 && n <= EXPERTS_MAX && top_k > 0 && top_k <= n, "experts");

@@ -255,7 +255,14 @@ static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t 
                 const int64_t length = longest < K - k ? longest : K - k;
                 unpack(j, levels, b, k, length, memory.p, scales);
                 const Panel p = {memory.p, scales, b, k, length, carry, first};
-                for_panels<PANEL_MR>(first, end, [&](auto rows, int64_t m) { panel_rows<decltype(rows)::value>(j, p, m); });
+                // meanwhile the next stretch comes into the cache: few rows are done before memory would answer
+                const int64_t panels = (end - first + PANEL_MR - 1) / PANEL_MR, share = (length * 32 / panels + 63) / 64 * 64;
+                const char* next = (const char*)j.s.codes + 32 * (b * j.s.ks + k + length);   // where K is one slice
+                for_panels<PANEL_MR>(first, end, [&](auto rows, int64_t m) {
+                    for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
+                    next += share;
+                    panel_rows<decltype(rows)::value>(j, p, m);
+                });
             }
     }
 }

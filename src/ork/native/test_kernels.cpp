@@ -4,6 +4,7 @@
 //   test_kernels --isa X   the groups' hashes under one instruction set; exit 1 if it does not run here
 #include <algorithm>
 #include "test_attention.h"
+#include "test_experts.h"
 #include "test_grouped.h"
 #include "test_npu.h"
 #include "test_reference.h"
@@ -242,7 +243,7 @@ void functions(Trace& t) {
 
 struct Group { const char* name; void (*run)(const Kernels&, Trace&); };
 constexpr Group GROUPS[] = {{"linear_i8", linear_i8}, {"grouped", linear_grouped}, {"inflate", inflate}, {"scale_partial_sums", scale_partial_sums}, {"retile", retile}, {"linear_f32", linear_f32}, {"linear_f16", linear_f16}, {"quantise", quantise}, {"rotate", rotate}, {"norms", norms}, {"rope", rope}, {"elementwise", elementwise},
-                            {"softmax", softmax}, {"score", score}, {"quantise_weights", quantise_weights}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"yardsticks", yardsticks}, {"ops", ops}};
+                            {"softmax", softmax}, {"score", score}, {"quantise_weights", quantise_weights}, {"gather", gather}, {"kv_append", kv_append}, {"attention", attention}, {"halves", halves}, {"experts", experts}, {"yardsticks", yardsticks}, {"ops", ops}};
 
 bool report(const char* group, const char* isa, const Trace& t) {   // "group isa ok digest", or "group isa FAILED why"
     const bool ok = t.failure.empty();
