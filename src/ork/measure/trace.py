@@ -66,7 +66,9 @@ class Trace:
             if inspect.isfunction(method) and not name.startswith("_") and name not in BUILDING:
                 self._tap(ops, name, self._host_op(name))
         self._tap(ops.device, "linear", self._product)
+        self._tap(ops.device, "linear_experts", self._experts)
         self._tap(ops.source, "read_into", self._transfer)
+        self._tap(ops.source, "read_run", self._run_of_slices)
         self._tap(ops.source, "blob", self._transfer)
         self._watch_reside(ops.stream)
         if (npu := getattr(ops.device, "npu", None)) is not None:
@@ -123,6 +125,14 @@ class Trace:
 
     def _product(self, args: Sequence[Any], start: float, end: float) -> None:
         self.add(PRODUCTS, COMPUTE, "linear", start, end, slices=len(args[0]), rows=args[1].rows)
+
+    def _experts(self, args: Sequence[Any], start: float, end: float) -> None:
+        self.add(PRODUCTS, COMPUTE, "linear_experts", start, end, slices=len(args[0]))
+
+    def _run_of_slices(self, args: Sequence[Any], start: float, end: float) -> None:
+        """An expert's slices, by one read."""
+        name, index, _ = args[0][0]
+        self._transfer((name, index), start, end)
 
     def _transfer(self, args: Sequence[Any], start: float, end: float) -> None:
         name, index = args[:2]

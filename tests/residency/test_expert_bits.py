@@ -1,0 +1,99 @@
+"""Experts through windows of any size, by every policy, on every device: the same logits to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import ork
+from ork.cli.main import main
+from ork.cli.skew import dense_bytes
+from ork.residency.experts import ExpertPlan
+from ork.residency.window import Window
+from tests import tiny
+
+TOKENS = [(7 * i) % tiny.VOCAB for i in range(70)]
+EXPERTS = 8
+
+F32 = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[F32], int, int]:
+    """A pack with a profile in it; its logits of a prefill and of single rows without a window; bytes of its dense
+    weights and of one expert."""
+    folder = tmp_path_factory.mktemp("moe")
+    path = tiny.moe_gguf(folder / "moe.gguf", experts=EXPERTS)
+    assert main(["convert", str(path)]) == 0
+    pack, text = path.with_suffix(".orkpack"), folder / "text.txt"
+    text.write_text("Anyone may be said to hold a lantern for somebody. " * 5)
+    assert main(["skew", str(pack), "-f", str(text), "-c", "128", "--save"]) == 0
+    with ork.load(pack, device="cpu", threads=1) as model:
+        layer = model.stream.expert_layers[0]
+        expert = sum(-(-model.device.mapped_bytes(s) // 4096) * 4096 for t in layer.tensors(0) for s in t.slices)
+        return pack, [model.logits(TOKENS), model.logits(TOKENS[:12], chunk=1)], dense_bytes(model), expert
+
+
+# (experts that the window has room for, bytes more or less, policy, prefetch, threads, device, domains)
+WAYS = [
+    (16, 0, "lru", True, 1, "cpu", None),
+    (8, 0, "lru", True, 2, "cpu", None),
+    (8, 0, "lfu", False, 2, "cpu", None),
+    (5, 4096, "lfu", True, 1, "cpu", None),
+    (10, 0, "pinned", True, 2, "cpu", None),
+    (4, 0, "pinned", False, 1, "cpu", None),
+    (3, 0, "lru", True, 1, "cpu", None),  # all layers share them
+    (2, -40960, "lru", True, 2, "cpu", None),  # not even the dense weights fit
+    (0, -40960, "lru", True, 1, "cpu", None),  # in slices
+    (0, -20480, "lru", False, 2, "cpu", None),
+    (8, 0, "lru", True, 1, "emu", None),
+    (10, 4096, "pinned", True, 2, "emu", 2),
+    (16, 0, "lfu", False, 1, "emu", 2),
+    (9, 0, "lfu", True, 2, "hybrid", None),
+]
+
+
+@pytest.mark.parametrize(("room", "more", "policy", "prefetch", "threads", "device", "domains"), WAYS)
+def test_the_same_bits(
+    case: tuple[Path, list[F32], int, int],
+    room: int,
+    more: int,
+    policy: str,
+    prefetch: bool,
+    threads: int,
+    device: str,
+    domains: int | None,
+) -> None:
+    pack, want, dense, expert = case
+    window = dense + room * expert + more
+    with ork.load(
+        pack,
+        device=device,
+        threads=threads,
+        window=window,
+        prefetch=prefetch,
+        expert_policy=policy,
+        domains=domains,
+        preload=True,
+    ) as model:
+        got = [model.logits(TOKENS), model.logits(TOKENS[:12], chunk=1), model.logits(TOKENS, chunk=9)]
+        stats, stream = model.stream.stats, model.stream
+        assert isinstance(stream, Window)
+        plan = stream.expert_plan
+        assert isinstance(plan, ExpertPlan)
+        assert stats.peak_bytes <= window
+        assert plan.parts == (room == 0)
+        if plan.pools:
+            assert 0 < stats.experts.loads.total()
+            assert stats.experts.hits.total() < stats.experts.lookups.total()
+        if device == "cpu" and room == 16:
+            assert plan.reason == "all 16 experts fit"
+        if domains is not None:
+            assert model.ready is not None
+            assert sorted(model.ready.domains) == list(range(domains))
+    for logits, expected in zip(got, [*want, want[0]]):
+        assert np.array_equal(logits.view(np.uint32), expected.view(np.uint32))
+    assert stats.resident_bytes == 0
