@@ -87,7 +87,7 @@ def test_the_same_bits(
         assert stats.peak_bytes <= window
         assert plan.parts == (room == 0)
         if plan.pools:
-            assert 0 < stats.experts.loads.total()
+            assert stats.experts.loads.total() > 0
             assert stats.experts.hits.total() < stats.experts.lookups.total()
         if device == "cpu" and room == 16:
             assert plan.reason == "all 16 experts fit"
