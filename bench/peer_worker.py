@@ -37,12 +37,16 @@ FLASH_OFF = 0
 
 
 class Session:
-    """A model and one context on it. `exact` asks for an f32 KV cache and plain attention."""
+    """A model and one context on it. `exact` asks for an f32 KV cache and plain attention; `mapped` leaves weights in
+    the mapped file, where llama.cpp would copy those of some types into another order (what --no-repack does)."""
 
-    def __init__(self, binding: str, model: str, threads: int, n_ctx: int, exact: bool = False):
+    def __init__(self, binding: str, model: str, threads: int, n_ctx: int, exact: bool = False, mapped: bool = False):
         self.api: Any = importlib.import_module(API_MODULES[binding])
         self.api.llama_backend_init()
-        self.model = self.api.llama_model_load_from_file(model.encode(), self.api.llama_model_default_params())
+        loading = self.api.llama_model_default_params()
+        if mapped:
+            loading.use_extra_bufts = False
+        self.model = self.api.llama_model_load_from_file(model.encode(), loading)
         if not self.model:
             raise SystemExit(f"cannot load {model}")
         params = self.api.llama_context_default_params()
@@ -208,7 +212,7 @@ def follow(args: argparse.Namespace) -> dict[str, Any]:
 
 def along(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second through the tokens of a file: `skip` in one batch, then one at a time for so many seconds."""
-    session = Session(args.binding, args.model, args.threads, n_ctx=512)
+    session = Session(args.binding, args.model, args.threads, n_ctx=512, mapped=True)
     text = [int(t) for t in np.load(args.tokens).reshape(-1)]
     session.decode(text[: args.skip], 0)
     session.last_logits()
