@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import ork
 from ork.cli.main import main
 from ork.cli.skew import dense_bytes
-from ork.measure.routing import Routing, belady, coverage, curve, gini, hit_rate, predictions, recommend, record
+from ork.measure.routing import Routing, belady, coverage, curve, gini, hit_rate, predictions, record
 from ork.residency.experts import Item, plan_experts
 from tests import tiny
+from tests.residency.fakes import EXPERT, ROOM, expert_layer
 
 TEXT = (
     "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want. " * 8
@@ -119,20 +120,6 @@ def test_what_one_layer_says_of_the_next() -> None:
     assert predictions(same, still)[0].before == 1.0
 
 
-def test_a_board_gets_the_smallest_cache_that_is_as_good() -> None:
-    from ork.measure.routing import Point
-
-    points = [
-        Point(n << 20, n / 10, {"lru": r, "lfu": r - 0.01, "pinned": r - 0.1})
-        for n, r in ((10, 0.5), (20, 0.9), (30, 0.904), (40, 0.99))
-    ]
-    found = recommend(100 << 20, 30 << 20, 5 << 20, points)  # 72 - 35: 37 MiB for experts
-    assert found.point is points[1]
-    assert found.point.best == "lru"
-    assert found.window == 50 << 20
-    assert recommend(50 << 20, 30 << 20, 5 << 20, points).point is None
-
-
 # --- what was counted is what happens -----------------------------------------------------------------------------
 
 
@@ -183,9 +170,6 @@ def test_runs_hit_what_the_curve_says(pack: Path, skewed: tuple[dict[str, Any], 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1000), slots=st.integers(2, 24))
 def test_no_policy_beats_the_bound(seed: int, slots: int) -> None:
-    from tests.residency.fakes import ROOM
-    from tests.residency.test_experts import EXPERT, expert_layer
-
     layers = [expert_layer(i, 8) for i in range(3)]
     train, held = routing(seed), routing(seed + 1)
     (point,) = curve(held, train.profile(), layers, lambda _: ROOM, [slots * EXPERT * ROOM])
@@ -208,7 +192,9 @@ def test_files_hold_what_was_found(pack: Path, skewed: tuple[dict[str, Any], Pat
         assert layer["coverage"][-1] == layer["held_out_coverage"][-1] == 1.0
         assert layer["cover"]["0.5"] <= layer["cover"]["0.9"]
     assert found["hit_rates"][-1]["lru"] == found["hit_rates"][-1]["belady"] == 1.0
-    assert found["budget"]["best"]["policy"] in ("lru", "lfu", "pinned")
+    budget = found["budget"]
+    assert budget["room_for_experts"] == int(0.72 * (1 << 20)) - found["dense_bytes"] - budget["kv_bytes"]
+    assert budget["all_fit"] == (budget["room_for_experts"] >= found["expert_bytes"])
     with table.open() as f:
         rows = list(csv.DictReader(f))
     counts = [int(r["value"]) for r in rows if (r["what"], r["layer"], r["name"]) == ("count", "1", "profile")]
@@ -216,6 +202,32 @@ def test_files_hold_what_was_found(pack: Path, skewed: tuple[dict[str, Any], Pat
     assert {r["what"] for r in rows} == {"count", "gini", "coverage", "hit_rate", "predicted"}
     with ork.load(pack) as model:
         assert model.profile() == {layer["layer"]: layer["counts"] for layer in found["layers"]}
+
+
+def test_what_a_board_has_for_experts(
+    pack: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its RAM: everything, a part, too little; and the window that is told is one that a run takes."""
+    out = tmp_path / "s.json"
+
+    def ask(ram: int) -> tuple[str, dict[str, Any]]:
+        capsys.readouterr()
+        assert (
+            main(["skew", str(pack), "-f", str(text), "-c", str(CONTEXT), "--ram", str(ram), "--json", str(out)]) == 0
+        )
+        return capsys.readouterr().out.splitlines()[-1], json.loads(out.read_text())
+
+    told, found = ask(1 << 30)
+    assert told == "a board with 1.0 GiB of RAM: all experts fit, no --window is needed"
+    beside = found["dense_bytes"] + found["budget"]["kv_bytes"]
+    told, _ = ask(beside)
+    assert told.endswith("and the KV cache: too little")
+    told, found = ask(int((beside + found["expert_bytes"] // 2) / 0.72))
+    assert "--window 0M --expert-policy" in told
+    budget = found["budget"]
+    assert budget["hit_rates"][budget["policy"]] == max(budget["hit_rates"][p] for p in ("lru", "lfu", "pinned"))
+    with ork.load(pack, window=budget["window"], n_ctx=CONTEXT) as model:
+        assert model.stream.stats.peak_bytes <= budget["window"]
 
 
 def test_a_run_tells_of_its_experts(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,18 +13,29 @@ import numpy.typing as npt
 from ork.devices.base import Capacity, SliceSpec
 from ork.devices.cpu import CpuSlot
 from ork.residency.cache import Key
-from ork.residency.stream import TensorSpec
+from ork.residency.stream import ExpertLayer, TensorSpec
 
 K = 64
 SLICE = 64  # columns
 BLOB = K * SLICE + 4 * SLICE  # codes and scales: two pages
 ROOM = 8192  # what such a slice takes
+EXPERT = 4  # slices
 
 
 def tensor(name: str, slices: int) -> TensorSpec:
     """A tensor of equal slices."""
     specs = tuple(SliceSpec(name, "i8", K, K, K, i * SLICE, (i + 1) * SLICE) for i in range(slices))
     return TensorSpec(name, "i8", slices * SLICE, K, 0, 0, specs)
+
+
+def expert_layer(layer: int, experts: int = 6) -> ExpertLayer:
+    """Experts of EXPERT slices: gate 1, up 1, down 2."""
+    at = f"blk.{layer}.ffn_"
+    parts = [
+        tuple(tensor(f"{at}{part}_exps.weight#{e}", n) for e in range(experts))
+        for part, n in (("gate", 1), ("up", 1), ("down", 2))
+    ]
+    return ExpertLayer(layer, *parts)
 
 
 def tag(key: Key) -> int:

@@ -11,6 +11,7 @@ import pytest
 import ork
 from ork.api import LoadedModel
 from ork.build.cache import cached_pack
+from ork.quant.recipe import builtin
 from ork.devices.cpu import CpuDevice
 from ork.devices.npu import NpuDevice
 from ork.emulator.faults import Faults
@@ -35,7 +36,7 @@ MEMORY_CALLS = {"open", "close", "mmap", "munmap", "VERSION", "ACTION", "MEM_CRE
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     gguf = tiny.random_gguf(tmp_path / "m.gguf")
-    return cached_pack(gguf, codec="i8", rotate=True, max_ram=1 << 30)
+    return cached_pack(gguf, builtin("i8"), max_ram=1 << 30)
 
 
 def names(kernel: RecordingKernel) -> Counter[str]:

@@ -12,22 +12,12 @@ from hypothesis import strategies as st
 
 from ork.errors import StorageError, UsageError
 from ork.residency.experts import HALF_LIFE, Lfu, Lru, Pool, Visit, plan_experts, profile_of
-from ork.residency.stream import ExpertLayer, Stream
+from ork.residency.stream import Stream
 from ork.residency.window import Window
-from tests.residency.fakes import ROOM, FakeDevice, FakeSource, right, tensor
+from tests.residency.fakes import EXPERT, ROOM, FakeDevice, FakeSource, expert_layer, right, tensor
 
 LAYERS, EXPERTS = 3, 6
 DENSE = 2  # slices a layer
-EXPERT = 4  # slices: gate 1, up 1, down 2
-
-
-def expert_layer(layer: int, experts: int = EXPERTS, down: int = 2) -> ExpertLayer:
-    at = f"blk.{layer}.ffn_"
-    parts = [
-        tuple(tensor(f"{at}{part}_exps.weight#{e}", n) for e in range(experts))
-        for part, n in (("gate", 1), ("up", 1), ("down", down))
-    ]
-    return ExpertLayer(layer, *parts)
 
 
 class Model:

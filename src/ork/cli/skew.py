@@ -6,17 +6,18 @@ import argparse
 import contextlib
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ork.cli.common import add_model, check_threads, parse_size, resolve, say, size_text, step_bar
-from ork.cli.measuring import add_conversion, add_text, converted, opened, read_text
+from ork.cli.measuring import add_text, converted, opened, read_text
+from ork.cli.recipes import add_first_run
 from ork.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from ork.api import LoadedModel
-    from ork.measure.routing import Budget, Point, Routing
+    from ork.measure.routing import Point, Routing
 
 MOST_USED = 4  # experts that a layer's line names
 NOTE = "routing"  # the note that --save writes
@@ -34,7 +35,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--csv", type=Path, metavar="FILE", help="the same as one long table")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="curves, as PNG, PDF or SVG (needs matplotlib)")
     sub.add_argument("--kv", choices=("f16", "f32"), help="element type of the KV cache (default: f16, f32 for f32)")
-    add_conversion(sub)
+    add_first_run(sub)
     sub.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the physical, big cores)")
 
 
@@ -57,8 +58,11 @@ def run(args: argparse.Namespace) -> int:
         if not points:
             raise UsageError(f"--cache-mib {args.cache_mib}: none of these sizes has room for two experts")
         dense = dense_bytes(model)
-        kv = model.engine.pool.nbytes_per_block * -(-model.context // 256)
-        budget = None if ram is None else routing.recommend(ram, dense, kv, points)
+        budget = (
+            None
+            if ram is None
+            else _budget(model, ram, dense, lambda n: routing.curve(held, profile, layers, mapped, [n]))
+        )
         found = {
             "model": str(model.pack.path),
             "text": str(args.file),
@@ -74,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
                 {"layer": p.layer, **_rounded({"across": p.across, "before": p.before, "common": p.common})}
                 for p in routing.predictions(train, held)
             ],
-            **({"budget": _told_budget(budget)} if budget else {}),
+            **({"budget": budget} if budget else {}),
         }
-        print(_told(found, points, budget))
+        print(_told(found, points))
         _write(args, found)
         if args.save:
             _save(model, args, train)
@@ -149,13 +153,21 @@ def _rounded(rates: Any) -> dict[str, float]:
     return {name: round(rate, 4) for name, rate in rates.items()}
 
 
-def _told_budget(b: Budget) -> dict[str, Any]:
-    point = b.point
-    best = {"cache_bytes": point.nbytes, "policy": point.best, **_rounded(point.rates)} if point else None
-    return {"ram": b.ram, "room_for_experts": b.experts, "window": b.window, "best": best}
+def _budget(model: LoadedModel, ram: int, dense: int, rates: Callable[[int], list[Point]]) -> dict[str, Any]:
+    """What a board with `ram` bytes has for experts, and what comes of it."""
+    from ork.measure.routing import expert_bytes, room_for_experts
+
+    kv = model.engine.pool.nbytes_per_block * -(-model.context // 256)
+    room = room_for_experts(ram, dense, kv)
+    everything = expert_bytes(model.stream.expert_layers, model.device.mapped_bytes)
+    about: dict[str, Any] = {"ram": ram, "kv_bytes": kv, "room_for_experts": room, "all_fit": room >= everything}
+    point = next(iter(rates(min(room, everything))), None) if room > 0 else None
+    if point is None:
+        return about
+    return {**about, "window": dense + point.nbytes, "policy": point.best, "hit_rates": _rounded(point.rates)}
 
 
-def _told(found: dict[str, Any], points: Sequence[Point], budget: Budget | None) -> str:
+def _told(found: dict[str, Any], points: Sequence[Point]) -> str:
     from ork.measure.routing import BOUND
 
     lines = ["layer  experts   Gini  for 50 %  for 90 %  most used"]
@@ -185,8 +197,8 @@ def _told(found: dict[str, Any], points: Sequence[Point], budget: Budget | None)
             f"known before the router: {100 * across:.1f} % from the layer before, {100 * before:.1f} % from the token "
             f"before, {100 * common:.1f} % as the most used (not built)",
         ]
-    if budget is not None:
-        lines += ["", _advice(found, budget)]
+    if "budget" in found:
+        lines += ["", _advice(found)]
     return "\n".join(lines)
 
 
@@ -194,17 +206,17 @@ def _mean(entries: list[dict[str, float]], name: str) -> float:
     return sum(entry[name] for entry in entries) / len(entries)
 
 
-def _advice(found: dict[str, Any], b: Budget) -> str:
-    dense = size_text(found["dense_bytes"])
-    if b.point is None:
-        return (
-            f"a board with {size_text(b.ram)}: {size_text(max(0, b.experts))} are left for experts beside {dense} of "
-            "other weights and the KV cache, less than the smallest size above"
-        )
-    policy, p = b.point.best, b.point
+def _advice(found: dict[str, Any]) -> str:
+    b, dense = found["budget"], size_text(found["dense_bytes"])
+    board = f"a board with {size_text(b['ram'])} of RAM"
+    if b["all_fit"]:
+        return f"{board}: all experts fit, no --window is needed"
+    if "window" not in b:
+        left = size_text(max(0, b["room_for_experts"]))
+        return f"{board}: {left} are left for experts beside {dense} of other weights and the KV cache: too little"
     return (
-        f"a board with {size_text(b.ram)}: --window {-(-b.window >> 20)}M --expert-policy {policy}: {dense} of other "
-        f"weights and {size_text(p.nbytes)} of experts, {100 * p.rates[policy]:.1f} % hits"
+        f"{board}: --window {b['window'] >> 20}M --expert-policy {b['policy']}: {dense} of other weights and "
+        f"{size_text(b['window'] - found['dense_bytes'])} of experts, {100 * b['hit_rates'][b['policy']]:.1f} % hits"
     )
 
 

@@ -273,23 +273,6 @@ def _met(guess: npt.NDArray[Any], truth: npt.NDArray[Any]) -> float:
 # --- a board ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What a board of `ram` bytes has for experts beside dense weights and KV cache, and the point that fits it."""
-
-    ram: int
-    experts: int  # bytes; below 0: not even the rest fits
-    window: int  # for `ork run --window`: dense weights and experts
-    point: Point | None
-
-
-def recommend(ram: int, dense: int, kv: int, points: Sequence[Point]) -> Budget:
-    """RAM_SHARE of the RAM less dense weights and KV cache; of the sizes that fit, the smallest that comes within half
-    a point of what the largest reaches."""
-    room = int(ram * RAM_SHARE) - dense - kv
-    fitting = [p for p in points if p.nbytes <= room]
-    if not fitting:
-        return Budget(ram, room, max(0, dense + room), None)
-    most = max(p.rates[p.best] for p in fitting)
-    point = next(p for p in fitting if p.rates[p.best] >= most - 0.005)
-    return Budget(ram, room, dense + point.nbytes, point)
+def room_for_experts(ram: int, dense: int, kv: int) -> int:
+    """What a board of `ram` bytes has for experts beside dense weights and a KV cache; below 0: not even these fit."""
+    return int(ram * RAM_SHARE) - dense - kv

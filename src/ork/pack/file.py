@@ -62,16 +62,15 @@ class SliceFile:
         self._fill(self._fd, offset, memory[:nbytes], nbytes)
 
     def read_run(self, parts: Sequence[tuple[int, int, Bytes]]) -> None:
-        """Parts (offset, bytes, memory), each as in `read`; one system call where they lie one behind the other, are
-        not in the page cache, and the file system reads past it."""
-        first, last = parts[0][0], parts[-1][0] + parts[-1][1]
+        """Parts (offset, bytes, memory), each as in `read`; one system call where they lie one behind the other and
+        each has whole pages of memory."""
+        first, need = parts[0][0], parts[-1][0] + parts[-1][1] - parts[0][0]
         whole = [align(nbytes) for _, nbytes, _ in parts]
         lined_up = all(a[0] + size == b[0] for a, b, size in zip(parts, parts[1:], whole))
-        fits = all(memory.nbytes >= size for (*_, memory), size in zip(parts, whole))
-        if len(parts) > 1 and lined_up and fits and self.direct and not self._cached(first, last - first):
+        if len(parts) > 1 and lined_up and all(memory.nbytes >= size for (*_, memory), size in zip(parts, whole)):
+            fd = self._fd if not self.direct or (self._mapped and self._cached(first, need)) else self._direct
             with contextlib.suppress(OSError):  # refused: each by itself finds out what is wrong
-                got = os.preadv(self._direct, [memory[:size].data for (*_, memory), size in zip(parts, whole)], first)
-                if got >= last - first:
+                if os.preadv(fd, [memory[:size].data for (*_, memory), size in zip(parts, whole)], first) >= need:
                     return
         for part in parts:
             self.read(*part)
