@@ -37,7 +37,34 @@ TOKENIZER: dict[str, Any] = {
     "tokenizer.chat_template": TEMPLATE,
 }
 # What each architecture has beyond Llama's tensors.
-QK_NORM, BIASES, POST_NORMS = {"qwen3", "gemma3"}, {"qwen2"}, {"gemma3"}
+QK_NORM, BIASES, POST_NORMS = {"qwen3", "gemma3", "qwen3moe", "lfm2moe"}, {"qwen2", "qwen2moe"}, {"gemma3"}
+MOE = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "lfm2moe")  # mixtral: GGUF's llama, with experts
+EXPERTS, USED, INNER = 8, 3, 40  # of each layer but lfm2moe's first, which is dense and a short convolution
+EXPERT_KEYS: dict[str, dict[str, Any]] = {
+    "mixtral": {"feed_forward_length": INNER},
+    "qwen2moe": {"expert_feed_forward_length": INNER, "expert_shared_feed_forward_length": 56},
+    "qwen3moe": {"expert_feed_forward_length": INNER},
+    "olmoe": {"feed_forward_length": INNER},
+    "granitemoe": {
+        "feed_forward_length": INNER,
+        "attention.scale": 0.2,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.5,
+        "logit_scale": 2.0,
+    },
+    "lfm2moe": {
+        "expert_feed_forward_length": INNER,
+        "leading_dense_block_count": 1,
+        "expert_gating_func": 2,
+        "shortconv.l_cache": 3,
+        "attention.head_count_kv": np.array([0, 2], np.uint32),
+    },
+}
+
+
+def architecture(arch: str) -> str:
+    """GGUF's name of it."""
+    return "llama" if arch == "mixtral" else arch
 
 
 def token(byte: int | str) -> int:
@@ -61,10 +88,13 @@ def metadata(arch: str = "llama", **changes: Any) -> dict[str, Any]:
     }
     if arch == "gemma3":
         sizes |= {"attention.sliding_window": 100, "final_logit_softcapping": 20.0}
+    if arch in MOE:
+        sizes |= {"expert_count": EXPERTS, "expert_used_count": USED} | EXPERT_KEYS[arch]
+    name = architecture(arch)
     return {
-        "general.architecture": arch,
+        "general.architecture": name,
         "general.name": "tiny",
-        **{f"{arch}.{key}": value for key, value in sizes.items()},
+        **{f"{name}.{key}": value for key, value in sizes.items()},
         **TOKENIZER,
         **changes,
     }
@@ -84,7 +114,9 @@ def random_tensors(
         return (1 + 0.3 * rng.standard_normal(n)).astype(np.float32)
 
     out = {"token_embd.weight": matrix(rows, width), "output_norm.weight": norm(width)}
-    if not (arch in {"gemma3", "qwen2"} if tied is None else tied):
+    if arch == "lfm2moe":
+        out["token_embd_norm.weight"] = out.pop("output_norm.weight")
+    if not (arch in {"gemma3", "qwen2", "lfm2moe"} if tied is None else tied):
         out["output.weight"] = matrix(rows, width)
     for i in range(2):
         block = {
@@ -104,8 +136,34 @@ def random_tensors(
             block |= {"post_attention_norm.weight": norm(width), "post_ffw_norm.weight": norm(width)}
         if arch in BIASES:
             block |= {f"attn_{p}.bias": norm(n) for p, n in (("q", q), ("k", kv), ("v", kv))}
+        if arch in MOE:
+            block = _sparse(arch, i, block, matrix, norm)
         out |= {f"blk.{i}.{name}": value for name, value in block.items()}
     return out
+
+
+def _sparse(arch: str, i: int, block: dict[str, F32], matrix: Any, norm: Any) -> dict[str, F32]:
+    """A block of a mixture of experts, from the dense one."""
+    width = 64
+    if arch == "olmoe":
+        block |= {"attn_q_norm.weight": norm(64), "attn_k_norm.weight": norm(32)}
+    if arch == "lfm2moe" and i == 0:
+        kept = {name: value for name, value in block.items() if name.startswith(("ffn_", "attn_norm"))}
+        taps = norm(3 * width).reshape(width, 3)
+        conv = {"in_proj": matrix(3 * width, width), "conv": taps, "out_proj": matrix(width, width)}
+        return kept | {f"shortconv.{name}.weight": value for name, value in conv.items()}
+    for part in ("gate", "up", "down"):
+        del block[f"ffn_{part}.weight"]
+        n, k = (width, INNER) if part == "down" else (INNER, width)
+        block[f"ffn_{part}_exps.weight"] = np.stack([matrix(n, k) for _ in range(EXPERTS)])
+        if arch == "qwen2moe":
+            block[f"ffn_{part}_shexp.weight"] = matrix(*((width, 56) if part == "down" else (56, width)))
+    block["ffn_gate_inp.weight"] = matrix(EXPERTS, width)
+    if arch == "qwen2moe":
+        block["ffn_gate_inp_shexp.weight"] = matrix(1, width)[0]
+    if arch == "lfm2moe":
+        block["exp_probs_b.bias"] = 0.2 * norm(EXPERTS)
+    return block
 
 
 def speaking_tensors(text: str, *, tail: str = END) -> dict[str, F32]:
@@ -132,7 +190,7 @@ def write(path: Path, values: dict[str, Any], tensors: dict[str, F32], kind: str
     """A GGUF with matrices of type `kind` (rows of other widths than its blocks as F32) and f32 vectors."""
     block = 32 if kind.startswith("Q") else 1
     typed = {
-        name: (kind if a.ndim == 2 and a.shape[1] % block == 0 else "F32", a, a.shape) for name, a in tensors.items()
+        name: (kind if a.ndim > 1 and a.shape[-1] % block == 0 else "F32", a, a.shape) for name, a in tensors.items()
     }
     return write_gguf(path, values, typed)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ork
 from ork.errors import OrkError, SourceError
-from ork.models import ARCHITECTURES, check_architecture
+from ork.models import ARCHITECTURES, check_architecture, traits
 from ork.models.config import Config, read_config
 from tests import tiny
 
@@ -20,7 +20,7 @@ from tests import tiny
 def read(arch: str = "llama", **changes: Any) -> Config:
     """The config of the tiny model; a change to None leaves the key out."""
     values = {k: v for k, v in {**tiny.metadata(arch), **changes}.items() if v is not None}
-    return read_config(values, vocab=tiny.VOCAB, tied=False)
+    return read_config(values, vocab=tiny.VOCAB, tied=False, **traits(ARCHITECTURES[tiny.architecture(arch)]))
 
 
 def test_what_a_complete_model_says() -> None:
@@ -124,7 +124,7 @@ def test_window_patterns() -> None:
 
 @pytest.mark.parametrize("arch", ["mamba", "", None, 3, "Llama"])
 def test_unknown_architecture_names_the_known(arch: Any) -> None:
-    with pytest.raises(SourceError, match="known are llama, qwen2, qwen3, gemma3"):
+    with pytest.raises(SourceError, match="known are llama, qwen2, qwen3, gemma3, qwen2moe"):
         check_architecture(arch)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ork.errors import SourceError
 from ork.models.config import Config, read_config
 from ork.models.gemma3 import Gemma3
@@ -31,7 +33,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": Lfm2Moe,
 }
 
-__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture", "cycle", "order_of_pass"]
+__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture", "cycle", "order_of_pass", "traits"]
 
 
 def check_architecture(arch: object) -> Architecture:
@@ -72,9 +74,11 @@ def build(ops: Ops) -> Model:
         source.metadata,
         vocab=source.spec("token_embd.weight").N,
         tied="output.weight" not in source,
-        default_pattern=getattr(cls, "default_pattern", 0),
-        local_base=getattr(cls, "local_base", 0.0),
-        moe=getattr(cls, "moe", None),
-        mixed=getattr(cls, "mixed", False),
+        **traits(cls),
     )
     return cls(ops, config)
+
+
+def traits(cls: Architecture) -> dict[str, Any]:
+    """What `read_config` must know of an architecture."""
+    return {name: getattr(cls, name) for name in ("default_pattern", "local_base", "moe", "mixed") if hasattr(cls, name)}
