@@ -51,6 +51,11 @@ bench: env
 	$(BIN)/python bench/memory_cap.py
 	$(BIN)/python bench/llamacpp_logits.py
 	$(BIN)/python bench/quality_i8.py
+	$(BIN)/python bench/quality.py
+	$(BIN)/python bench/matmul_error.py
+	$(BIN)/python bench/embedding.py
+	$(BIN)/python bench/w4a4.py
+	$(BIN)/python bench/conversion.py
 
 goldens:
 	$(PYTHON) -m venv build/goldens
