@@ -29,6 +29,7 @@ from ork.npu.kernel import Kernel
 from ork.ops import Ops
 from ork.pack.notes import write_note
 from ork.pack.reader import Pack
+from ork.quant.recipe import builtin
 from ork.residency.experts import Profile, check_policy, profile_of
 from ork.residency.planner import Placement, arrange
 from ork.residency.source import PackSource
@@ -343,6 +344,7 @@ def load(
 ) -> LoadedModel:
     """Opens a pack; a GGUF file or Hugging Face folder is converted once into the cache.
 
+    `codec` is the name of a built-in recipe (docs/recipes.md): int8, i4, nf4, f16, f32.
     `window` bytes of weights at most are kept on the device, the rest is streamed, ahead of the ops with `prefetch`.
     `preload` brings in what stays before the first op (see `LoadedModel.ready`); `domains` spreads it over so many of
     the NPU's 4 GiB domains (default: as few as hold it).
@@ -354,7 +356,7 @@ def load(
     `w4a4` quantises the rows that meet i4 weights to four bits, as the NPU's int4 products want them.
     `kv` is 'f16' or 'f32' (default: f32 for an f32 pack). Raises the errors of `ork.errors`.
     """
-    pack = cached_pack(Path(path), codec=codec, rotate=rotate, max_ram=max_ram, progress=progress)
+    pack = cached_pack(Path(path), builtin(codec, rotate=rotate), max_ram=max_ram, progress=progress)
     model = LoadedModel(
         Pack.open(pack),
         device=device,
@@ -373,7 +375,7 @@ def load(
     )
     if draft is not None:
         try:
-            small = None if draft == NGRAM else cached_pack(Path(draft), codec="i8", rotate=True, max_ram=max_ram)
+            small = None if draft == NGRAM else cached_pack(Path(draft), builtin("int8"), max_ram=max_ram)
             model.use_draft(Pack.open(small) if small else NGRAM, most=draft_max, threads=threads)
         except BaseException:
             model.close()

@@ -227,7 +227,7 @@ def test_an_imatrix_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> N
         (shorter, r"x\.imatrix: tensor blk\.1\.attn_q\.weight has 32 inputs, not 64: it is of another model"),
         (negative, r"x\.imatrix: tensor blk\.1\.attn_q\.weight holds a negative or infinite square"),
         (lacking, r"x\.imatrix: lists no tensor blk\.1\.attn_q\.weight: it is of another model"),
-        (None, "recipe nf4 weighs errors by importance: give --imatrix FILE"),
+        (None, "recipe nf4 weighs errors by importance: use `ork convert --imatrix FILE`"),
     ):
         with pytest.raises(UsageError, match=message):
             make(gguf, target, recipe, aids=Aids(imatrix))
@@ -511,10 +511,9 @@ def test_unknown_codec() -> None:
 # --- the cache
 
 
-def cached(path: Path, told: list[str] | None = None, **options: object) -> Path:
+def cached(path: Path, told: list[str] | None = None, recipe: Recipe | None = None) -> Path:
     announce = None if told is None else told.append
-    options = {"codec": "i8", "rotate": True, "max_ram": DEFAULT_MAX_RAM, "announce": announce, **options}
-    return cached_pack(path, **options)  # type: ignore[arg-type]
+    return cached_pack(path, recipe or builtin("i8"), max_ram=DEFAULT_MAX_RAM, announce=announce)
 
 
 @pytest.fixture
@@ -536,9 +535,10 @@ def test_a_source_is_converted_once(gguf: Path, home: Path) -> None:
 
 
 def test_what_differs_has_a_pack_of_its_own(gguf: Path, home: Path) -> None:
-    paths = [cached(gguf), cached(gguf, codec="f32"), cached(gguf, rotate=False)]
-    assert len(set(paths)) == 3
-    assert cached(gguf, codec="f32", rotate=False) == paths[1]
+    recipes = [builtin("i8"), builtin("f32"), builtin("i8", rotate=False), builtin("nf4"), builtin("nf4", group=32)]
+    paths = [cached(gguf, recipe=recipe) for recipe in recipes]
+    assert len(set(paths)) == len(recipes)
+    assert cached(gguf, recipe=builtin("f32", rotate=False)) == paths[1]
 
 
 def test_a_changed_source_is_converted_again(gguf: Path, home: Path, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, l
     monkeypatch.setenv("ORK_HOME", str(tmp_path / "home"))
 
     def open_(path: Path, told: list[str]) -> Pack | RunningPack:
-        return open_running(path, codec="i8", rotate=True, max_ram=DEFAULT_MAX_RAM, announce=told.append)
+        return open_running(path, builtin("i8"), max_ram=DEFAULT_MAX_RAM, announce=told.append)
 
     return open_
 
@@ -381,6 +381,6 @@ def test_load_and_run_share_the_pack(gguf: Path, opened: Callable[[Path, list[st
 
 def test_refusals(gguf: Path, tmp_path: Path) -> None:
     with pytest.raises(OrkError, match="no such file"):
-        open_running(tmp_path / "no.gguf", codec="i8", rotate=True, max_ram=1 << 30, announce=print)
+        open_running(tmp_path / "no.gguf", builtin("i8"), max_ram=1 << 30, announce=print)
     with pytest.raises(OrkError, match="--max-ram 1 MiB is too little"):
-        open_running(gguf, codec="i8", rotate=True, max_ram=1 << 20, announce=print)
+        open_running(gguf, builtin("i8"), max_ram=1 << 20, announce=print)

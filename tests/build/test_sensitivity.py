@@ -217,7 +217,9 @@ def test_the_recipe_is_the_allocation(gguf: Path, found: Measurements, tmp_path:
 
 
 def test_a_budget_too_small_says_what_it_takes(found: Measurements) -> None:
-    with pytest.raises(UsageError, match=r"2\.00 bits a weight are too few for this model: 4 bits without groups take"):
+    with pytest.raises(
+        UsageError, match=r"2\.00 bits a weight are too few for this model: the smallest choice of codecs takes"
+    ):
         found.allocate(found.bytes_at(2), "x")
 
 
@@ -232,8 +234,54 @@ def test_promotion_is_int8_within_the_extra_bytes(found: Measurements) -> None:
         assert before is None or allocation.kl < before
         before = allocation.kl
     assert {o.codec for o in allocation.chosen} == {"i8"}
-    with pytest.raises(UsageError, match=r"recipe f: .* in f16 cannot be promoted"):
-        found.promote(replace(base, name="f", default=usual("f16")), 1 << 20)
+
+
+def test_promotion_leaves_the_rest_of_a_recipe_alone(found: Measurements) -> None:
+    """Its rotation, searches, GPTQ and other codecs; the name says megabytes as they were given."""
+    four = usual("nf4", 32, rotation="block", search="absmax", gptq=True)
+    base = Recipe("mine", four, (("attn_v", usual("f16")), ("ffn_up", usual("i4", 64))))
+    allocation = found.promote(base, 10_000_000)
+    recipe = allocation.recipe()
+    assert recipe.name == "mine+10MB"
+    assert recipe.default == four
+    assert recipe.choose("blk.0.attn_v.weight") == usual("f16")
+    assert recipe.choose("blk.0.attn_q.weight") == usual("i8", rotation="block", gptq=True)
+    assert recipe.choose("blk.0.ffn_up.weight") == usual("i8", rotation="mix")
+    same = found.promote(base, 0).recipe()
+    assert [same.choose(t.name) for t in found.tensors] == [base.choose(t.name) for t in found.tensors]
+
+
+def test_tensors_that_are_given_a_codec_count_in_the_budget(found: Measurements) -> None:
+    base = Recipe("nf4", usual("nf4")).but([("attn_q", usual("f32")), ("attn_k", usual("i4", 32))])
+    fixed = found.fixed(base, ["attn_q", "attn_k"])
+    budget = found.bytes_at(12)
+    allocation = fixed.allocate(budget, "x")
+    codec = {t.name: (o.codec, o.group) for t, o in zip(fixed.tensors, allocation.chosen)}
+    assert codec["blk.0.attn_q.weight"] == ("f32", 0)
+    assert codec["blk.1.attn_k.weight"] == ("i4", 32)
+    assert allocation.nbytes <= budget
+    assert allocation.kl > found.allocate(budget, "x").kl  # less is left for the others
+
+
+def test_experts_are_measured_as_stacks_and_kept_within_the_budget(tmp_path: Path) -> None:
+    """Also those that no row of the text went to; routers stay f32."""
+    source = tiny.moe_gguf(tmp_path / "moe.gguf", experts=16, inner=64)
+    with contextlib.closing(open_source(source)) as s:
+        found = measure(s, TOKENS[:1, :8])
+    names = [t.name for t in found.tensors]
+    assert not any("#" in name for name in names)
+    by_name = {t.name: t for t in found.tensors}
+    gate = by_name["blk.0.ffn_gate_exps.weight"]
+    assert gate.shape == (16 * 64, 64)
+    assert gate.coarse > 0
+    assert [o.codec for o in by_name["blk.0.ffn_gate_inp.weight"].options] == ["f32"]
+    allocation = found.allocate(found.bytes_at(9.5), "mixed")
+    target = made(source, tmp_path / "moe.orkpack", allocation.recipe())
+    with Pack.open(target) as pack:
+        for t, option in zip(found.tensors, allocation.chosen):
+            parts = [n for n in pack.names() if n.partition("#")[0] == t.name]
+            assert {pack.tensor(n).codec for n in parts} == {option.codec}
+            assert sum(align(s.nbytes) for n in parts for s in pack.tensor(n).slices) == option.nbytes
 
 
 # --- the text

@@ -15,6 +15,7 @@ from ork.build.imatrix import read_imatrix
 from ork.pack.format import align
 from ork.pack.reader import Pack
 from ork.quant import q4_k_m
+from ork.quant.imatrix import Imatrix
 from tests import tiny
 from tests.cli.conftest import Ork
 
@@ -171,9 +172,29 @@ def test_measurements_serve_other_budgets(
 
 def test_named_tensors_keep_what_they_were_given(ork: Ork, model: Path, text: Path, tmp_path: Path) -> None:
     target = tmp_path / "x.orkpack"
-    kept = ("--tensor-type", "attn_q=f16")
-    assert ork("convert", model, "--recipe", "mixed", *kept, "--calibrate", text, "-o", target)[0] == 0
-    assert weights(target)[2]["blk.0.attn_q.weight"] == "f16"
+    kept = ("--tensor-type", "attn_q=f16", "--tensor-type", "ffn_up=i4")
+    assert ork("convert", model, "--target-bpw", 8, *kept, "--calibrate", text, "-o", target)[0] == 0
+    nbytes, shapes, codecs = weights(target)
+    assert codecs["blk.0.attn_q.weight"] == "f16"
+    assert codecs["blk.0.ffn_up.weight"] == "i4"
+    assert nbytes <= sum(n * k for n, k in shapes.values())
+
+
+def test_what_cannot_be_written_is_told_before_the_measuring(
+    ork: Ork, refused: Refused, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "measure", None)  # nobody calls it
+    mixed = ("convert", model, "--recipe", "mixed", "--calibrate", text)
+    assert "this is a folder" in refused(*mixed, "-o", tmp_path)
+    assert "goes with --gptq" in refused(*mixed, "--calibrate-tokens", 512)
+    assert "size 'lots'" in refused(*mixed, "--max-ram", "lots")
+    assert "'atn' names no matrix" in refused(*mixed, "--tensor-type", "atn=i8")
+    short = tmp_path / "short.txt"
+    short.write_text("abcdefgh" * 25)
+    assert "GPTQ takes 512 tokens" in refused("convert", model, "--recipe", "mixed", "--gptq", "--calibrate", short)
+    assert "of 4 bits, of which recipe int8 has none" in refused("convert", model, "--promote-budget", 5)
+    Imatrix({"a": np.ones((1, 3), np.float32)}, {"a": np.ones(1, np.float32)}).write(tmp_path / "other.gguf")
+    assert "it is of another model" in refused(*mixed, "--imatrix", tmp_path / "other.gguf")
 
 
 def test_options_that_do_not_go_together(refused: Refused, model: Path, text: Path, tmp_path: Path) -> None:
@@ -186,7 +207,7 @@ def test_options_that_do_not_go_together(refused: Refused, model: Path, text: Pa
     assert "--promote-budget" in no("--recipe", "mixed", "--promote-budget", 5)
     assert "--promote-budget" in no("--recipe", "nf4", "--promote-budget", -1)
     assert "--group" in no("--recipe", "mixed", "--group", 64)
-    assert "cannot be promoted" in no("--recipe", "f16", "--promote-budget", 5, "--calibrate", text)
+    assert "of which recipe f16 has none" in no("--recipe", "f16", "--promote-budget", 5, "--calibrate", text)
     (tmp_path / "short.txt").write_text("too short")
     assert "give one of 128 tokens" in no("--recipe", "mixed", "--calibrate", tmp_path / "short.txt")
     assert "--max-ram 50 MiB" in no("--recipe", "mixed", "--calibrate", text, "--max-ram", "50M")

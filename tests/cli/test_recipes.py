@@ -91,6 +91,57 @@ def test_importance(codecs: Callable[..., dict[str, tuple[str, int]]], tmp_path:
         assert len(pack.provenance["imatrix"]) == 32
 
 
+def test_tensors_of_one_input_share_its_rotation(
+    codecs: Callable[..., dict[str, tuple[str, int]]], tmp_path: Path
+) -> None:
+    """Other rules than the default's would have the rows rotated and quantised once more."""
+    (tmp_path / "mine.toml").write_text('[default]\ncodec = "nf4"\n[[rule]]\nmatch = "ffn_down"\ncodec = "i8"\n')
+    for options in (
+        ("--recipe", "nf4", "--tensor-type", "ffn_down=i8"),
+        ("--recipe", tmp_path / "mine.toml"),
+        ("--recipe", "int8", "--rotation", "mix", "--tensor-type", "ffn_down=nf4"),
+    ):
+        codecs(*options)
+        with Pack.open(tmp_path / "x.orkpack") as pack:
+            assert {pack.tensor(f"blk.{i}.ffn_down.weight").mix for i in range(2)} == {3}
+    codecs("--recipe", "int8", "--tensor-type", "ffn_down=nf4")
+    with Pack.open(tmp_path / "x.orkpack") as pack:
+        assert pack.tensor("blk.0.ffn_down.weight").mix == 0
+
+
+def test_a_file_may_name_what_a_model_lacks_and_that_is_said(ork: Ork, gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[default]\ncodec = "i8"\n[[rule]]\nmatch = "ssm_out"\ncodec = "nf4"\n')
+    code, _, err = ork("convert", gguf, "--recipe", tmp_path / "mine.toml")
+    assert code == 0
+    assert "warning: recipe mine: match 'ssm_out' names no matrix of " in err
+
+
+def test_a_long_name_is_cut_for_what_is_added(
+    codecs: Callable[..., dict[str, tuple[str, int]]], tmp_path: Path
+) -> None:
+    path = tmp_path / f"{'a' * 80}.toml"
+    path.write_text('[default]\ncodec = "i8"\n')
+    codecs("--recipe", path, "--tensor-type", "ffn=nf4", "--no-rotate")
+    with Pack.open(tmp_path / "x.orkpack") as pack:
+        assert pack.recipe["name"].endswith("a+1-norotate"[-9:])
+        assert len(pack.recipe["name"]) == 64
+
+
+def test_a_source_that_cannot_be_converted_leaves_nothing(refused: Refused, tmp_path: Path) -> None:
+    tensors = tiny.random_tensors()
+    tensors["blk.1.ffn_up.weight"][5, 7] = np.nan
+    source = tiny.write(tmp_path / "nan.gguf", tiny.metadata(), tensors)
+    (tmp_path / "text.txt").write_text("abcdefgh" * 100)
+    for options in (
+        ("--recipe", "int8"),
+        ("--recipe", "nf4", "--group", "32"),
+        ("--recipe", "f16"),
+        ("--recipe", "mixed", "--calibrate", tmp_path / "text.txt"),
+    ):
+        assert "tensor blk.1.ffn_up.weight" in refused("convert", source, *options)
+        assert not list(tmp_path.glob("*.orkpack*"))
+
+
 # --- refused
 
 
@@ -107,6 +158,10 @@ def test_importance(codecs: Callable[..., dict[str, tuple[str, int]]], tmp_path:
         (("--tensor-type", "ffn"), "--tensor-type 'ffn': write it like"),
         (("--tensor-type", "(=i8"), "is not a regular expression"),
         (("--rotation", "full"), "--rotation"),
+        (("--rotation", "block", "--no-rotate"), "not allowed with"),
+        (("--tensor-type", "atn_q=f16"), "'atn_q' names no matrix of "),
+        (("--tensor-type", "_norm=f16"), "'_norm' names no matrix of "),
+        (("--tensor-type", "ffn=nf4:" + "9" * 5000), "write it like"),
         (("--tiers-from", "nothing.gguf"), "nothing.gguf: no such file"),
         (("--imatrix", "nothing.imatrix"), "nothing.imatrix: No such file"),
     ],
@@ -131,7 +186,7 @@ def test_files_of_other_models(refused: Refused, gguf: Path, tmp_path: Path) -> 
     line = refused("convert", gguf, "--imatrix", tmp_path / "m.gguf")
     assert "of no use to recipe int8" in line
     (tmp_path / "w.toml").write_text('[default]\ncodec = "nf4"\nsearch = "importance"\n')
-    assert "give --imatrix FILE" in refused("convert", gguf, "--recipe", tmp_path / "w.toml")
+    assert "`ork convert --imatrix FILE`" in refused("convert", gguf, "--recipe", tmp_path / "w.toml")
     assert not list(tmp_path.glob("*.orkpack*"))
 
 

@@ -39,8 +39,8 @@ codec = "f16"
 def test_the_first_rule_that_matches_decides() -> None:
     recipe = from_toml(TEXT)
     assert recipe.name == "mine"
-    assert recipe.choose("blk.0.attn_v.weight") == Choice("i8", act_group=128)
-    assert recipe.choose("output.weight") == Choice("i8", act_group=128)
+    assert recipe.choose("blk.0.attn_v.weight") == Choice("i8", rotation="mix", act_group=128)
+    assert recipe.choose("output.weight") == Choice("i8", rotation="mix", act_group=128)
     assert recipe.choose("blk.1.attn_output.weight") == Choice("i4", 32, "mix", "absmax", gptq=True)
     assert recipe.choose("blk.10.ffn_up.weight") == Choice("nf4", 64, "mix", "mse")
 
@@ -84,6 +84,9 @@ def test_a_file_without_a_name_has_its_own(tmp_path: Path) -> None:
         ('name = "a/b"\n[default]\ncodec = "i8"', "recipe name 'a/b'"),
         ('rule = 3\n[default]\ncodec = "i8"', r"each rule is headed \[\[rule\]\]"),
         ('[default]\ncodec = "i8"\n[[rule]]\ncodec = "i4"', "rule 1 has no match"),
+        ('[default]\ncodec = "i8"\ngroup = ' + "9" * 5000, "not TOML: "),
+        ('[default]\ncodec = "i8"\n[figures]\nday = 2020-01-01', "figures hold what JSON does not"),
+        ('[default]\ncodec = "i8"\n[figures]\nkl = nan', "figures hold what JSON does not"),
         ('[default]\ncodec = "i8"\n[[rule]]\nmatch = "x"\n', "rule 1: codec is missing"),
         ('[default]\ncodec = "i8"\n[[rule]]\nmatch = "("\ncodec = "i4"', r"match '\(' is not a regular expression"),
     ],
@@ -132,11 +135,11 @@ def test_changes_to_a_recipe() -> None:
     recipe = builtin("nf4", group=64).but(
         [tensor_type("attn_.*=i8"), tensor_type("ffn_down=i4:32"), tensor_type("_norm=f32")]
     )
-    assert recipe.choose("blk.0.attn_q.weight") == Choice("i8")
+    assert recipe.choose("blk.0.attn_q.weight") == Choice("i8", rotation="mix")
     assert recipe.choose("blk.0.ffn_down.weight") == Choice("i4", 32, "mix", "mse")
     assert recipe.choose("blk.0.ffn_up.weight") == Choice("nf4", 64, "mix", "mse")
     block = recipe.rotated("block")
-    for each, modes in ((recipe, ["block", "mix", "none"]), (block, ["block", "block", "none"])):
+    for each, modes in ((recipe, ["mix", "mix", "none"]), (block, ["block", "block", "none"])):
         assert [each.choose(f"{n}.weight").rotation for n in ("attn_q", "ffn_down", "a_norm")] == modes
     assert block.name != recipe.name
     assert block.rotated("block") == block
@@ -146,6 +149,7 @@ def test_changes_to_a_recipe() -> None:
         "importance",
         "importance",
     ]
+    assert recipe.idle(["blk.0.attn_q.weight", "blk.1.ffn_down.weight"]) == ["_norm"]
     assert tensor_type("a=b=i8") == ("a=b", Choice("i8"))
 
 

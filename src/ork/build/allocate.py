@@ -6,24 +6,33 @@ tensors add is summed, and `allocation.solve` finds the least sum. One measureme
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ork.build.outputs import stored_bytes
 from ork.errors import UsageError
 from ork.quant import codecs, q4_k_m
 from ork.quant.allocation import BudgetTooSmall, Option, solve
-from ork.quant.recipe import Recipe, exactly, usual
+from ork.quant.recipe import Choice, Recipe, exactly, named, usual
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One tensor [N, K]: KL of the model's predictions (nats) when it alone is coarse, and what it may be stored as."""
+    """One tensor [N, K], or the experts of a stack one below the other: KL of the model's predictions (nats) when it
+    alone is coarse, and what it may be stored as."""
 
     name: str
     shape: tuple[int, int]
     coarse: float
     options: tuple[Option, ...]
+
+    def stored(self, choice: Choice) -> Option:
+        """The tensor as `choice` has it; a codec that was not measured, f16 say, is taken to cost nothing."""
+        kind = choice.codec, codecs.effective_group(self.shape[1], choice.group)
+        own = (o for o in self.options if (o.codec, o.group) == kind)
+        return next(own, None) or Option(*kind, stored_bytes(self.shape, kind), 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,27 +60,36 @@ class Measurements:
         return self._solve([t.options for t in self.tensors], budget, name)
 
     def promote(self, recipe: Recipe, extra: int) -> Allocation:
-        """`recipe`, but int8 for those tensors that need it most, for at most `extra` bytes more.
-
-        Raises UsageError for a recipe with codecs that were not measured.
-        """
+        """`recipe`, but int8 for those of its 4-bit tensors that need it most, for at most `extra` bytes more."""
         options = []
         for t in self.tensors:
             choice = recipe.choose(t.name)
-            kind = choice.codec, codecs.effective_group(t.shape[1], choice.group)
-            own = [o for o in t.options if (o.codec, o.group) == kind]
-            if not own:
-                raise UsageError(f"recipe {recipe.name}: {t.name} in {choice.codec} cannot be promoted to int8")
-            options.append([*own, *(o for o in t.options if (o.codec, o.group) == ("i8", 0))])
-        return self._solve(options, sum(o[0].nbytes for o in options) + extra, f"{recipe.name}+{extra >> 20}M")
+            promoted = [o for o in t.options if (o.codec, o.group) == ("i8", 0)] if choice.four_bit else []
+            options.append([t.stored(choice), *promoted])
+        budget = sum(o[0].nbytes for o in options) + extra
+        return replace(self._solve(options, budget, named(recipe.name, f"+{extra / 1e6:g}MB")), base=recipe)
+
+    def fixed(self, recipe: Recipe, rules: Sequence[str]) -> Measurements:
+        """Tensors that one of these expressions of `recipe` is found in are stored as it says."""
+
+        def named_by_rule(name: str) -> bool:
+            return any(re.search(rule, name) for rule in rules)
+
+        return replace(
+            self,
+            tensors=tuple(
+                replace(t, options=(t.stored(recipe.choose(t.name)),)) if named_by_rule(t.name) else t
+                for t in self.tensors
+            ),
+        )
 
     def _solve(self, options: Sequence[Sequence[Option]], budget: int, name: str) -> Allocation:
         try:
             return Allocation(self, name, tuple(solve(options, budget)))
         except BudgetTooSmall as e:
             raise UsageError(
-                f"{8 * budget / self.weights:.2f} bits a weight are too few for this model: 4 bits without groups take "
-                f"{8 * e.least / self.weights:.2f}"
+                f"{8 * budget / self.weights:.2f} bits a weight are too few for this model: the smallest choice of "
+                f"codecs takes {8 * e.least / self.weights:.2f}"
             ) from None
 
 
@@ -82,6 +100,7 @@ class Allocation:
     measurements: Measurements
     name: str
     chosen: tuple[Option, ...]
+    base: Recipe | None = None  # what it changes; None: it says all itself
 
     @property
     def nbytes(self) -> int:
@@ -97,11 +116,23 @@ class Allocation:
         return sum(o.error for o in self.chosen)
 
     def recipe(self) -> Recipe:
-        """One rule for each tensor, and what was measured."""
+        """One rule for each tensor that `base` does not say, and what was measured."""
+        if self.base is not None:
+            return replace(self.base, name=self.name, rules=(*self._promoted(self.base), *self.base.rules),
+                           figures=self.figures())  # fmt: skip
         mode = self.measurements.mode
         tensors = self.measurements.tensors
         rules = tuple((exactly(t.name), usual(o.codec, o.group, rotation=mode)) for t, o in zip(tensors, self.chosen))
         return Recipe(self.name, usual("i8", rotation=mode), rules, self.figures())
+
+    def _promoted(self, base: Recipe) -> list[tuple[str, Choice]]:
+        """int8 rotated, and rounded with GPTQ or not, as the 4 bits were."""
+        own = [(t.name, base.choose(t.name), o) for t, o in zip(self.measurements.tensors, self.chosen)]
+        return [
+            (exactly(name), usual("i8", rotation=choice.rotation, gptq=choice.gptq))
+            for name, choice, option in own
+            if choice.four_bit and option.codec == "i8"
+        ]
 
     def figures(self) -> dict[str, Any]:
         """What goes into the pack's record."""

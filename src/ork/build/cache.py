@@ -12,7 +12,7 @@ import xxhash
 from ork.build.convert import CONVERTER, convert
 from ork.errors import StorageError, UsageError
 from ork.pack.format import MAGIC
-from ork.quant.recipe import Recipe, builtin
+from ork.quant.recipe import Recipe
 from ork.sources.base import Source, open_source
 from ork.sources.hub import home
 
@@ -30,16 +30,15 @@ def is_pack(path: Path) -> bool:
 
 def cached_pack(
     path: Path,
+    recipe: Recipe,
     *,
-    codec: str,
-    rotate: bool,
     max_ram: int,
     progress: Callable[[int, int], None] | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Path:
     """The pack of a model: `path` itself if it is one, else the cache's, converted now if it is not there.
 
-    `codec` is the name of a built-in recipe. `announce` is told once what is about to be converted, and where to. The
+    `recipe` is for what is no pack. `announce` is told once what is about to be converted, and where to. The
     name holds the source's identity and the recipe's, so a changed source is converted again.
     """
     if not path.exists():
@@ -47,7 +46,6 @@ def cached_pack(
     if path.is_file() and is_pack(path):
         return path
     with contextlib.closing(open_source(path)) as source:
-        recipe = builtin(codec, rotate=rotate)
         target = place_of(path, source, recipe)
         if not target.exists():
             said = announce and partial(announce, f"converting {path.name} once, into {target}")

@@ -32,7 +32,7 @@ from ork.build.convert import (
     Aids,
     Progress,
     blob_of,
-    check_requantised,
+    check_recipe,
     check_target,
     importance_of,
     in_parallel,
@@ -69,7 +69,10 @@ def tokens_of(tokenizer: Tokenizer, text: str, tokens: int = DEFAULT_TOKENS) -> 
     """The beginning of a text as sequences [S, 512] of at most `tokens` in all. UsageError if it is too short."""
     if tokens < SEQUENCE:
         raise UsageError(f"--calibrate-tokens {tokens}: one sequence takes {SEQUENCE}")
-    return cut(tokenizer, text, SEQUENCE, tokens // SEQUENCE).tokens
+    try:
+        return cut(tokenizer, text, SEQUENCE, tokens // SEQUENCE).tokens
+    except UsageError:
+        raise UsageError(f"the text to calibrate with is too short: GPTQ takes {SEQUENCE} tokens or more") from None
 
 
 def convert_calibrated(
@@ -93,8 +96,7 @@ def convert_calibrated(
     counts bytes of the pack that GPTQ rounds. Raises SourceError, PackError, StorageError, UsageError.
     """
     check_target(Path(target))
-    if not allow_requantize:
-        check_requantised(source, recipe)
+    check_recipe(source, recipe, allow_requantize=allow_requantize)
     tokenizer = build_tokenizer(source.metadata)
     sequences = tokens_of(Tokenizer.load(tokenizer), text, tokens)
     seen = {"sequence": SEQUENCE, "tokens": sequences.size, "digest": xxhash.xxh3_128_hexdigest(sequences.tobytes())}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -142,7 +143,8 @@ def _check_importance(tensors: list[TensorPlan], recipe: Recipe, imatrix: Imatri
     searched = [t for t in tensors if recipe.choose(t.name).search == "importance"]
     if searched and imatrix is None:
         raise UsageError(
-            f"recipe {recipe.name} weighs errors by importance: give --imatrix FILE (`ork imatrix` makes one)"
+            f"recipe {recipe.name} weighs errors by importance: use `ork convert --imatrix FILE`, which `ork imatrix` "
+            "makes"
         )
     if imatrix is not None and not searched:
         raise UsageError(f"{imatrix.where}: of no use to recipe {recipe.name}, which searches no scales")
@@ -236,8 +238,13 @@ def effective_bits(t: TensorInfo) -> float:
     return 8 * t.nbytes / (t.rows * t.columns)
 
 
-def check_requantised(source: Source, recipe: Recipe) -> None:
-    """Raises UsageError if a matrix that has about 4 bits already were to be rounded to 4 bits again."""
+def check_recipe(source: Source, recipe: Recipe, *, allow_requantize: bool = False) -> None:
+    """Warns of rules that name no matrix of the source. Raises UsageError if a matrix that has about 4 bits already
+    were to be rounded to 4 bits again and that is not allowed."""
+    for pattern in recipe.idle(t.name for t in source.tensors.values() if is_weight(t)):
+        warnings.warn(f"recipe {recipe.name}: match {pattern!r} names no matrix of {source.path}", stacklevel=2)
+    if allow_requantize:
+        return
     coarse = [t for t in source.tensors.values() if is_weight(t) and effective_bits(t) < INT8_BITS]
     again = [t for t in coarse if recipe.choose(t.name).four_bit]
     if again:
@@ -266,8 +273,7 @@ def convert(
     Holds at most `max_ram` bytes beyond the mapped source. Raises SourceError, PackError, StorageError, UsageError.
     """
     check_target(Path(target))
-    if not allow_requantize:
-        check_requantised(source, recipe)
+    check_recipe(source, recipe, allow_requantize=allow_requantize)
     plan = plan_pack(source, recipe, aids=aids)
     check_model(plan, source)
     count = workers_within(plan, max_ram, workers)

@@ -22,14 +22,14 @@ import numpy.typing as npt
 
 from ork.build.cache import is_pack, place_of
 from ork.build.check import PlannedSource, check_model
-from ork.build.convert import Progress, check_requantised, check_target, make_blob, plan_pack, workers_within
+from ork.build.convert import Progress, check_recipe, check_target, make_blob, plan_pack, workers_within
 from ork.errors import OrkError, PackBusy, SourceError, StorageError, UsageError
 from ork.pack.file import SliceFile
 from ork.pack.index import map_pack
 from ork.pack.plan import PackPlan
 from ork.pack.reader import Pack
 from ork.pack.writer import Hook, PackWriter
-from ork.quant.recipe import Recipe, builtin
+from ork.quant.recipe import Recipe
 from ork.residency.stream import TensorSpec
 from ork.sources.base import Source, open_source
 from ork.text.vocab import build_tokenizer
@@ -43,15 +43,15 @@ Bytes = npt.NDArray[np.uint8]
 
 def open_running(
     path: Path,
+    recipe: Recipe,
     *,
-    codec: str,
-    rotate: bool,
     max_ram: int,
     announce: Callable[[str], None],
 ) -> Pack | RunningPack:
     """The pack of a model: `path` itself if it is one, else the cache's, which a first run builds as it goes.
 
-    While another process builds the same pack this one waits for it. Raises the errors of `convert`.
+    `recipe` is for what is no pack. While another process builds the same pack this one waits for it. Raises the
+    errors of `convert`.
     """
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
@@ -59,8 +59,7 @@ def open_running(
         return Pack.open(path)
     source = open_source(path)
     try:
-        recipe = builtin(codec, rotate=rotate)
-        check_requantised(source, recipe)
+        check_recipe(source, recipe)
         target = place_of(path, source, recipe)
         if not target.exists():
             running = RunningPack(source, target, recipe, max_ram=max_ram)
@@ -213,7 +212,9 @@ class RunningPack(PlannedSource):
         """Stops; what is converted so far is kept for the next run. Views that were handed out stay valid."""
         self._end()
         if self._writer is not None and not self.finished:
-            if self._error is None:
+            if isinstance(self._error, SourceError):
+                self._writer.abort()  # no other run would get further
+            elif self._error is None:
                 with contextlib.suppress(OrkError):  # what is not in the journal is converted again
                     self._writer.sync()
             self._writer.close()

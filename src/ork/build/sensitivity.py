@@ -4,12 +4,13 @@ A few hundred tokens go through the model in f32, layer by layer. Beside the pas
 tensor in which that tensor alone is coarsely quantised (query and key together, gate and up together: what such a
 pair does is shared out by what each does to the layer's own output). Each ends in a KL divergence. A codec's error E
 at the tensor's own output (`outputs`) is measured too, and KL grows with E: a tensor in a codec adds
-KL(coarse) E(codec) / E(coarse). An embedding has two passes, as a table to look up and as a head.
+KL(coarse) E(codec) / E(coarse). An embedding has two passes, as a table to look up and as a head. The experts of a
+stack are one tensor, whose E is the mean over some of those that rows went to; routers are f32 and cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -28,11 +29,13 @@ from ork.models.layers import State
 from ork.ops import Array, Weight
 from ork.quant import codecs
 from ork.quant.allocation import Option
+from ork.quant.recipe import ROUTER
 from ork.sources.base import Source
 from ork.text.tokenizer import Tokenizer
 
 COARSE: Final = ("i4", 64)  # large enough to be seen, small enough that KL grows with it
-TOGETHER: Final = {"attn_k": "attn_q", "ffn_up": "ffn_gate"}
+TOGETHER: Final = {"attn_k": "attn_q"} | {f"ffn_up{s}": f"ffn_gate{s}" for s in ("", "_exps", "_shexp")}
+EXPERTS: Final = 4  # of a stack, whose E is measured
 SEQUENCE: Final = 128  # tokens
 SEQUENCES: Final = 2
 SCORED: Final = 128  # positions whose predictions are compared
@@ -105,7 +108,7 @@ def measure(
         for group in groups_of(layers.names(i)):
             branches.append(probe.branch(i, state, after, group))
             advance(1)
-        errors |= {name: probe.output_errors(name) for name in layers.names(i)}
+        errors |= {name: probe.output_errors(parts) for name, parts in stacks_of(layers.names(i)).items()}
         layers.drop(i)
         state = after
     held.hold(layers.head, layers.piece(layers.head, "f16"))
@@ -118,11 +121,12 @@ def measure(
     held.hold(layers.head, layers.piece(layers.head, "f16", probe.coarse))
     head = probe.kl(base, model.end(state))
     held.drop(layers.head)
-    parts = [(layers.head, head, probe.output_errors(layers.head))]
+    parts = [(layers.head, head, probe.output_errors([layers.head]))]
     parts += [(n, kl * share, errors[n]) for b, kl in zip(branches[1:], kls[1:]) for n, share in b.shares.items()]
     parts += [(EMBEDDING, kls[0], probe.look_up_errors(np.unique(tokens)))]
     advance(1)
-    return Measurements(tuple(_measured(name, layers, parts) for name in layers.shapes), count, mode)
+    stacks = stacks_of(layers.shapes)
+    return Measurements(tuple(_measured(n, len(s), layers.shapes[s[0]], parts) for n, s in stacks.items()), count, mode)
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class Probe:
 
     def branch(self, i: int, state: State, after: State, names: Sequence[str]) -> Branch:
         """The pass in which layer i's tensors `names` are coarse, behind that layer."""
-        layers = self.layers
+        layers, stacks = self.layers, stacks_of(names)
         coarse = {name: layers.piece(name, change=self.coarse) for name in names}
 
         def run(these: Sequence[str]) -> Array:
@@ -172,14 +176,22 @@ class Probe:
                 return layers.model.layer(i, state).x
 
         x = run(names)
-        if len(names) == 1:
-            return Branch({names[0]: 1.0}, x)
-        moved = [outputs.ratio(run([name]).numpy() - after.x.numpy(), after.x.numpy()) for name in names]
+        if len(stacks) == 1:
+            return Branch(dict.fromkeys(stacks, 1.0), x)
+        moved = [outputs.ratio(run(these).numpy() - after.x.numpy(), after.x.numpy()) for these in stacks.values()]
         whole = sum(moved)
-        return Branch({n: m / whole if whole else 1 / len(names) for n, m in zip(names, moved)}, x)
+        return Branch({n: m / whole if whole else 1 / len(stacks) for n, m in zip(stacks, moved)}, x)
 
-    def output_errors(self, name: str) -> Errors:
-        """Of a tensor whose inputs were listened to."""
+    def output_errors(self, names: Sequence[str]) -> Errors:
+        """Of a tensor, or the experts of a stack, as far as their inputs were listened to."""
+        seen = [name for name in names if name in self.inputs]
+        some = [seen[i] for i in np.unique(np.linspace(0, len(seen) - 1, min(EXPERTS, len(seen))).astype(int))]
+        found = [self._output_errors(name) for name in some]
+        kinds = outputs.kinds_for(self.layers.shapes[names[0]][1])
+        mean = {kind: float(np.mean([e.kinds[kind] for e in found])) if found else 0.0 for kind in kinds}
+        return Errors(float(np.mean([e.coarse for e in found])) if found else 0.0, mean)
+
+    def _output_errors(self, name: str) -> Errors:
         layers, x = self.layers, self.inputs[name]
         N, K = layers.shapes[name]
         weight = np.concatenate([layers.read(name, a, b) for a, b in outputs.sample_rows(N)])
@@ -202,25 +214,37 @@ class Probe:
         return max(float(kl.mean()), 0.0)
 
 
-def _measured(name: str, layers: SourceLayers, parts: Sequence[tuple[str, float, Errors]]) -> Measured:
-    """All that a tensor does: as an embedding and as a head, if it is both."""
-    shape = layers.shapes[name]
+def _measured(name: str, count: int, shape: tuple[int, int], parts: Sequence[tuple[str, float, Errors]]) -> Measured:
+    """All that a tensor, or a stack of `count` of that shape, does: as an embedding and as a head, if it is both."""
+    stacked = count * shape[0], shape[1]
+    if name.endswith(ROUTER):
+        return Measured(name, stacked, 0.0, (Option("f32", 0, outputs.stored_bytes(shape, ("f32", 0)), 0.0),))
     own = [(kl, errors) for n, kl, errors in parts if n == name]
     options = tuple(
         Option(
             *kind,
-            outputs.stored_bytes(shape, kind),
+            count * outputs.stored_bytes(shape, kind),
             sum(kl * errors.kinds[kind] / errors.coarse for kl, errors in own if errors.coarse > 0),
         )
         for kind in outputs.kinds_for(shape[1])
     )
-    return Measured(name, shape, sum(kl for kl, _ in own), options)
+    return Measured(name, stacked, sum(kl for kl, _ in own), options)
+
+
+def stacks_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The experts of each stack; other tensors are stacks of one."""
+    stacks: dict[str, list[str]] = {}
+    for name in names:
+        stacks.setdefault(name.partition("#")[0], []).append(name)
+    return stacks
 
 
 def groups_of(names: Sequence[str]) -> list[list[str]]:
-    """Names that share a pass, in order."""
+    """Names that share a pass, in order; routers, which stay as they are, have none."""
     groups: dict[str, list[str]] = {}
     for name in names:
+        if name.endswith(ROUTER):
+            continue
         role = name.split(".")[-2]
         groups.setdefault(TOGETHER.get(role, role), []).append(name)
     return list(groups.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from ork.cli.common import add_device, add_model, check_threads, progress_bar, resolve, say, size_text
+from ork.cli.common import add_device, add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
+from ork.cli.recipes import add_first_run, first_run_recipe
 from ork.cli.window import add_window, check_eager, ready_facts, say_ready, say_window, window_facts, window_options
 from ork.errors import UsageError
 
@@ -16,7 +17,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-n", "--n-gen", type=int, default=128, metavar="N", help="decode N tokens (0: skip)")
     sub.add_argument("-r", "--repetitions", type=int, default=5, metavar="R")
     sub.add_argument("-o", "--output", choices=("md", "json"), default="md")
-    sub.add_argument("--codec", default="i8", choices=("i8", "f32"), help="for a model that is converted on the way")
+    add_first_run(sub)
     add_device(sub)
     add_window(sub)
 
@@ -24,7 +25,6 @@ def add(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ork import api
     from ork.build.cache import cached_pack
-    from ork.build.convert import DEFAULT_MAX_RAM
     from ork.measure import bench
     from ork.pack.reader import Pack
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     path = resolve(args.model)
     with progress_bar("converting") as progress:
         pack = cached_pack(
-            path, codec=args.codec, rotate=True, max_ram=DEFAULT_MAX_RAM, progress=progress, announce=say
+            path, first_run_recipe(args, path), max_ram=parse_size(args.max_ram), progress=progress, announce=say
         )
     need = max(args.n_prompt, args.n_gen)
     with api.LoadedModel(

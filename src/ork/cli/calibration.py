@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from ork.cli.common import parse_size, say, size_text, step_bar
 from ork.cli.measuring import read_text
-from ork.cli.recipes import recipe_of
+from ork.cli.recipes import command_line_rules, recipe_of
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
     from ork.build.allocate import Allocation
+    from ork.build.convert import Aids
     from ork.quant.recipe import Recipe
     from ork.sources.base import Source
 
-MEASURED = ("mixed", "small")
 SMALL_BPW = 4.5
 BPW = (4.25, 8.5)
 DEFAULT_ROTATION = "mix"
@@ -46,6 +46,8 @@ def calibration(file: Path | None) -> tuple[str, str]:
 
 def measured(args: argparse.Namespace) -> bool:
     """Whether the recipe is to be found by measuring. Raises UsageError for options that do not go together."""
+    from ork.quant.recipe import MEASURED
+
     named = args.recipe in MEASURED
     if args.target_bpw is not None:
         if not BPW[0] <= args.target_bpw <= BPW[1]:
@@ -66,21 +68,32 @@ def measured(args: argparse.Namespace) -> bool:
     return by_budget
 
 
-def measured_recipe(args: argparse.Namespace, source: Source) -> Recipe:
+def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids) -> Recipe:
     """The recipe for the budget that the options name, and a line about it."""
-    from ork.build.convert import check_requantised
+    from ork.build.calibrate import tokens_of
+    from ork.build.convert import check_recipe, is_weight, plan_pack
     from ork.build.measurements import load, save, subject_of
     from ork.build.sensitivity import calibration_tokens, measure
-    from ork.quant.recipe import builtin, tensor_type
+    from ork.quant.recipe import builtin
     from ork.text.tokenizer import Tokenizer, build_tokenizer
 
-    base = recipe_of(args, source) if args.promote_budget is not None else builtin("nf4", group=64)
-    if not args.allow_requantize:
-        check_requantised(source, base)
-    rules = [tensor_type(text) for text in args.tensor_type]
-    text, name = calibration(args.calibrate)
-    tokens = calibration_tokens(Tokenizer.load(build_tokenizer(source.metadata)), text)
     mode = "none" if args.no_rotate else args.rotation or DEFAULT_ROTATION
+    rules = command_line_rules(args, source)
+    if args.promote_budget is not None:
+        base = recipe_of(args, source)
+        mode = base.default.rotation
+        if not any(base.choose(t.name).four_bit for t in source.tensors.values() if is_weight(t)):
+            raise UsageError(f"--promote-budget makes int8 of 4 bits, of which recipe {base.name} has none")
+    else:
+        base = builtin("nf4", group=64).rotated(mode).but(rules)
+    check_recipe(source, base, allow_requantize=args.allow_requantize)
+    text, name = calibration(args.calibrate)
+    tokenizer = Tokenizer.load(build_tokenizer(source.metadata))
+    tokens = calibration_tokens(tokenizer, text)
+    if args.gptq:  # what would keep the pack from being made is told before the measuring
+        tokens_of(tokenizer, text)
+    if aids.importance:
+        plan_pack(source, base.with_importance(), tokenizer=b"", aids=aids)
     file = args.measurements
     subject = subject_of(source, tokens, mode) if file else ""
     found = load(file, subject) if file else None
@@ -91,6 +104,7 @@ def measured_recipe(args: argparse.Namespace, source: Source) -> Recipe:
             )
         if file:
             save(file, subject, found)
+    found = found.fixed(base, [pattern for pattern, _ in rules])
     if args.promote_budget is not None:
         allocation = found.promote(base, int(args.promote_budget * 1e6))
     elif args.target_bpw is not None:

@@ -65,20 +65,24 @@ def _beside(path: Path) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ork.build.convert import Aids, convert
+    from ork.build.convert import Aids, check_target, convert
     from ork.build.imatrix import read_imatrix
     from ork.sources.base import open_source
 
     check_threads(args.threads)
     path = resolve(args.model)
     target = args.output or _beside(path.absolute())
+    check_target(target)
+    max_ram = parse_size(args.max_ram)
     text = text_to_evaluate(args, path, target)
     aids = Aids(read_imatrix(args.imatrix) if args.imatrix else None)
     start = time.perf_counter()
     by_measuring = measured(args)
+    if by_measuring and args.calibrate_tokens is not None and not args.gptq:
+        raise UsageError("--calibrate-tokens is how much of a text GPTQ looks at: it goes with --gptq")
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(open_source(path)))
-        recipe = measured_recipe(args, source) if by_measuring else recipe_of(args, source)
+        recipe = measured_recipe(args, source, aids) if by_measuring else recipe_of(args, source)
         progress = stack.enter_context(progress_bar(target.name))
         if args.gptq:
             recipe = recipe.with_gptq()
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         options = _Options(
             aids=aids,
             allow_requantize=args.allow_requantize,
-            max_ram=parse_size(args.max_ram),
+            max_ram=max_ram,
             workers=args.threads,
             progress=progress,
         )

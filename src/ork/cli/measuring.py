@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ork.cli.common import parse_size, progress_bar, say
+from ork.cli.recipes import first_run_recipe
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ork.api import LoadedModel
     from ork.measure.compare import Comparison
+    from ork.quant.recipe import Recipe
 
 TEXT_LIMIT = 64 << 20
 
@@ -29,22 +31,14 @@ def add_text(sub: argparse.ArgumentParser, *, required: bool = True) -> None:
     sub.add_argument("--chunks", type=int, metavar="N", help="chunks at most (default: all)")
 
 
-def add_conversion(sub: argparse.ArgumentParser) -> None:
-    """For a model that is no pack: how `converted` makes one."""
-    sub.add_argument("--codec", default="i8", metavar="NAME", help="recipe of a model that is converted on the way")
-    sub.add_argument("--no-rotate", action="store_true", help="likewise: without the Hadamard rotation, to compare")
-    sub.add_argument("--max-ram", default="2G", metavar="SIZE", help="memory for that conversion (default: 2G)")
-
-
-def converted(path: Path, args: argparse.Namespace, codec: str | None = None) -> Path:
-    """The pack of a model, in the cache if `path` is none; `codec` instead of the one asked for."""
+def converted(path: Path, args: argparse.Namespace, recipe: Recipe | None = None) -> Path:
+    """The pack of a model, in the cache if `path` is none; `recipe` instead of the one asked for."""
     from ork.build.cache import cached_pack
 
     with progress_bar("converting") as progress:
         return cached_pack(
             path,
-            codec=codec or args.codec,
-            rotate=not args.no_rotate,
+            recipe or first_run_recipe(args, path),
             max_ram=parse_size(args.max_ram),
             progress=progress,
             announce=say,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ork.cli.common import add_device, add_model, check_threads, resolve, say, size_text
-from ork.cli.measuring import Ticker, add_conversion, add_text, converted, opened, read_text
+from ork.cli.measuring import Ticker, add_text, converted, opened, read_text
+from ork.cli.recipes import add_first_run
 from ork.cli.window import add_window, window_options
 from ork.errors import UsageError
 
@@ -29,7 +30,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--save-base", type=Path, metavar="FILE", help="keep what MODEL finds, to compare others with")
     sub.add_argument("--base", type=Path, metavar="FILE", help="the reference is a file of --save-base")
     sub.add_argument("--kv", choices=("f16", "f32"), help="element type of the KV cache (default: f16, f32 for f32)")
-    add_conversion(sub)
+    add_first_run(sub)
     sub.add_argument("--w4a4", action="store_true", help="4-bit rows for MODEL's i4 weights, as in ork run")
     sub.add_argument("--json", action="store_true", help="one JSON object")
     add_device(sub)
@@ -38,6 +39,7 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ork.measure.perplexity import same_text
+    from ork.quant.recipe import builtin
 
     if sum(x is not None for x in (args.against, args.base, args.save_base)) > 1:
         raise UsageError("--against, --base and --save-base exclude each other: there is one reference")
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     options = window_options(args)
     text = read_text(args.file)
     path = converted(resolve(args.model), args)
-    other = converted(resolve(args.against), args, "f32") if args.against else None
+    other = converted(resolve(args.against), args, builtin("f32")) if args.against else None
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(opened(path, args, options={**options, "w4a4": args.w4a4}))
         models = [model]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ork.cli.common import add_device, add_model, check_threads, progress_bar, resolve
-from ork.cli.measuring import add_conversion, add_text, converted, opened, read_text, whole_names
+from ork.cli.measuring import add_text, converted, opened, read_text, whole_names
+from ork.cli.recipes import add_first_run
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def add(sub: argparse.ArgumentParser) -> None:
         "--against-device", metavar="DEVICE", help="walk the text on this device too (default: that of --device)"
     )
     sub.add_argument("--kv", choices=("f16", "f32"), default="f32", help="element type of the KV cache (default: f32)")
-    add_conversion(sub)
+    add_first_run(sub)
     sub.add_argument("--json", action="store_true", help="one JSON object")
     add_device(sub)
 
@@ -81,11 +82,12 @@ def _walk(args: argparse.Namespace, path: Path, against: Path | None, text: str)
     from ork.engine.session import CHUNK
     from ork.measure.perplexity import same_text
     from ork.measure.qerr import walk
+    from ork.quant.recipe import builtin
 
     if args.context > CHUNK:
         raise UsageError(f"-c {args.context}: at most {CHUNK} tokens are walked through")
     pack = converted(path, args)
-    other = pack if against is None else converted(against, args, "f32")
+    other = pack if against is None else converted(against, args, builtin("f32"))
     with opened(pack, args) as ours, opened(other, args, device=args.against_device) as theirs:
         chunks = same_text([ours.tokenizer, theirs.tokenizer], text, args.context, 1)
         return walk(ours.engine, theirs.engine, chunks.tokens[0].tolist())

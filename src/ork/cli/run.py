@@ -23,6 +23,7 @@ from ork.cli.common import (
     say,
     size_text,
 )
+from ork.cli.recipes import add_first_run, first_run_recipe
 from ork.cli.window import add_window, ready_facts, say_ready, say_window, window_facts, window_options
 from ork.errors import UsageError
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ork.emulator.kernel import EmulatedKernel
     from ork.engine.session import Stats
     from ork.pack.reader import Pack
+    from ork.quant.recipe import Recipe
 
 MAX_PROMPT_BYTES = 64 << 20
 DRAFT_MAX = 8  # as `ork.engine.speculative` has it, which --help does not import
@@ -56,9 +58,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--draft", metavar="MODEL", help="a small model of the same vocabulary, or ngram: proposes tokens")
     sub.add_argument("--draft-max", type=int, metavar="K", help=f"proposals checked in one pass (default: {DRAFT_MAX})")
     sub.add_argument("--kv", choices=("f16", "f32"), help="element type of the KV cache (default: f16, f32 for f32)")
-    sub.add_argument("--codec", default="i8", choices=("i8", "f32"), help="for a model that is converted on the way")
-    sub.add_argument("--no-rotate", action="store_true", help="likewise: plain int8, to compare")
-    sub.add_argument("--max-ram", default="2G", metavar="SIZE", help="memory for that conversion (default: 2G)")
+    add_first_run(sub)
     sub.add_argument("--verify", action="store_true", help="check every hash of the pack first")
     sub.add_argument("--json", action="store_true", help="one JSON object instead of the text")
     sub.add_argument("--trace", type=Path, metavar="FILE", help="what ran when, for chrome://tracing or Perfetto")
@@ -124,14 +124,16 @@ def _prompt(args: argparse.Namespace) -> str:
 @contextlib.contextmanager
 def _load(args: argparse.Namespace, board: EmulatedKernel | None) -> Iterator[LoadedModel]:
     from ork.api import NGRAM, LoadedModel
+    from ork.quant.recipe import builtin
 
     draft_path = resolve(args.draft) if args.draft not in (None, NGRAM) else None
     with contextlib.ExitStack() as packs:
-        pack = _open(args, resolve(args.model), codec=args.codec, rotate=not args.no_rotate)
+        path = resolve(args.model)
+        pack = _open(args, path, first_run_recipe(args, path))
         packs.callback(pack.close)
         draft: Any = args.draft
         if draft_path:
-            draft = _open(args, draft_path, codec="i8", rotate=True)
+            draft = _open(args, draft_path, builtin("int8"))
             packs.callback(draft.close)
         with LoadedModel(
             pack,
@@ -173,10 +175,10 @@ def _traced(model: LoadedModel, path: Path | None) -> Iterator[None]:
         trace.save(path)
 
 
-def _open(args: argparse.Namespace, path: Path, *, codec: str, rotate: bool) -> Pack | RunningPack:
+def _open(args: argparse.Namespace, path: Path, recipe: Recipe) -> Pack | RunningPack:
     from ork.build.running import RunningPack, open_running
 
-    pack = open_running(path, codec=codec, rotate=rotate, max_ram=parse_size(args.max_ram), announce=say)
+    pack = open_running(path, recipe, max_ram=parse_size(args.max_ram), announce=say)
     if args.verify and not isinstance(pack, RunningPack):  # what is made now needs no check
         with progress_bar("verifying") as progress:
             pack.verify(progress)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ork.errors import PackBusy, PackError, StorageError
+from ork.errors import PackBusy, PackError, SourceError, StorageError
 from ork.pack.format import FOOT, HASH_AT, HASHED, NOTES_AREA, SECTIONS, hash_of
 from ork.pack.journal import Journal, write_all
 from ork.pack.plan import PackPlan
@@ -169,7 +169,10 @@ class PackWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        if isinstance(error, SourceError):
+            self.abort()  # it would fail again
+        else:
+            self.close()
 
     def _locked_part(self) -> int:
         """The part's descriptor, locked. Asks again if the file was renamed away while we were opening it."""

@@ -10,11 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-BLOCKS: Final = {"Q4_K": (256, 144), "Q6_K": (256, 210), "Q5_0": (32, 22), "Q8_0": (32, 34), "F16": (1, 2)}
+BLOCKS: Final = {
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
+    "Q5_0": (32, 22),
+    "Q8_0": (32, 34),
+    "F16": (1, 2),
+    "F32": (1, 4),
+}
 """ggml's types: (elements, bytes) of a block."""
 
 FALLBACK: Final = {"Q4_K": "Q5_0", "Q6_K": "Q8_0", "Q5_0": "F16", "Q8_0": "F16"}
-MORE_BITS: Final = ("attn_v.weight", "ffn_down.weight")
+MORE_BITS: Final = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
+ROUTER: Final = "ffn_gate_inp.weight"  # is not quantised
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
@@ -32,7 +40,7 @@ def types(shapes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
     for name, (_, K) in shapes.items():
         role = name.split(".", 2)[-1]
         six = name == head or (role in MORE_BITS and more_bits(_layer(name), layers))
-        kind = "Q6_K" if six else "Q4_K"
+        kind = "F32" if role == ROUTER else "Q6_K" if six else "Q4_K"
         while K % BLOCKS[kind][0]:
             kind = FALLBACK[kind]
         out[name] = kind

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,8 @@ else:
 FOUR_BIT: Final = ("i4", "nf4")
 ROUTER: Final = ".ffn_gate_inp.weight"
 MAX_BYTES: Final = 1 << 20  # of a recipe file
-NAME: Final = re.compile(r"[A-Za-z0-9._+-]{1,64}")  # it becomes part of a file's name
+MAX_NAME: Final = 64  # characters
+NAME: Final = re.compile(rf"[A-Za-z0-9._+-]{{1,{MAX_NAME}}}")  # it becomes part of a file's name
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise UsageError(f"recipe name {self.name!r}: letters, digits and . _ + - only, at most 64")
+            raise UsageError(f"recipe name {self.name!r}: letters, digits and . _ + - only, at most {MAX_NAME}")
         _ = self._compiled
 
     @cached_property
@@ -136,17 +137,25 @@ class Recipe:
         return xxhash.xxh3_64_hexdigest(json.dumps(self.record(), sort_keys=True).encode())
 
     def but(self, rules: Sequence[tuple[str, Choice]]) -> Recipe:
-        """With rules that come before the others."""
+        """With rules that come before the others, rotated as the default is: tensors that read the same rows and are
+        rotated in one way share one quantised input."""
         if not rules:
             return self
-        return replace(self, name=f"{self.name}+{len(rules)}", rules=(*rules, *self.rules))
+        if CODECS[self.default.codec].scaled:
+            rules = [(pattern, replace(choice, rotation=self.default.rotation)) for pattern, choice in rules]
+        return replace(self, name=named(self.name, f"+{len(rules)}"), rules=(*rules, *self.rules))
+
+    def idle(self, tensors: Iterable[str]) -> list[str]:
+        """The rules' expressions that are found in none of these names."""
+        names = [t.partition("#")[0] for t in tensors]
+        return [pattern.pattern for pattern, _ in self._compiled if not any(map(pattern.search, names))]
 
     def rotated(self, mode: str) -> Recipe:
         """With another rotation in every choice that has one."""
         recipe = self._map(lambda c: replace(c, rotation=mode))
         if recipe == self:
             return self
-        return replace(recipe, name=f"{self.name}-{'norotate' if mode == 'none' else mode}")
+        return replace(recipe, name=named(self.name, f"-{'norotate' if mode == 'none' else mode}"))
 
     def with_importance(self) -> Recipe:
         """Every search for the least squared error weighs it by importance instead."""
@@ -175,10 +184,18 @@ class Recipe:
             figures = record.get("figures", {})
             if not (isinstance(name, str) and isinstance(rules, list) and isinstance(figures, dict)):
                 raise UsageError("name is a string, figures a table, and each rule is headed [[rule]]")
-            pairs = [_rule(rule, i) for i, rule in enumerate(rules, 1)]
-            return Recipe(name, _choice(record["default"], "[default]"), tuple(pairs), figures)
+            _check_figures(figures)
+            default = _choice(record["default"], "[default]")
+            rotation = {"rotation": default.rotation} if CODECS[default.codec].scaled else {}
+            pairs = [_rule(rule, i, rotation) for i, rule in enumerate(rules, 1)]
+            return Recipe(name, default, tuple(pairs), figures)
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
+
+
+def named(name: str, suffix: str) -> str:
+    """A recipe's name with a suffix, the name cut where both are too long."""
+    return name[: MAX_NAME - len(suffix)] + suffix
 
 
 def exactly(tensor: str) -> str:
@@ -205,10 +222,10 @@ def from_toml(source: str | Path) -> Recipe:
     assert isinstance(text, str)
     try:
         record = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits, too
         raise UsageError(f"{where}: not TOML: {' '.join(str(error).split()) or 'nested too deep'}") from None
     if isinstance(source, Path):
-        record.setdefault("name", re.sub(r"[^A-Za-z0-9._+-]", "-", source.stem)[:64] or "unnamed")
+        record.setdefault("name", re.sub(r"[^A-Za-z0-9._+-]", "-", source.stem)[:MAX_NAME] or "unnamed")
     return Recipe.of(record, where)
 
 
@@ -219,11 +236,18 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise UsageError(f"match {text!r} is not a regular expression: {error}") from None
 
 
-def _rule(rule: object, number: int) -> tuple[str, Choice]:
+def _check_figures(figures: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(figures, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise UsageError("figures hold what JSON does not: a date, inf or nan") from None
+
+
+def _rule(rule: object, number: int, usually: Mapping[str, Any]) -> tuple[str, Choice]:
     where = f"rule {number}"
     if not isinstance(rule, dict) or not isinstance(rule.get("match"), str):
         raise UsageError(f"{where} has no match: a regular expression for the names of its tensors")
-    choice = _choice({k: v for k, v in rule.items() if k != "match"}, where)
+    choice = _choice({**usually, **{k: v for k, v in rule.items() if k != "match"}}, where)
     return rule["match"], choice
 
 
@@ -271,11 +295,20 @@ def builtin(name: str, *, rotate: bool = True, group: int = 0, act_group: int = 
     return recipe if rotate else recipe.rotated("none")
 
 
+def by_name_or_file(text: str, *, group: int = 0, act_group: int = 0) -> Recipe:
+    """The built-in recipe of a name, or that of a TOML file: whatever has a dot or a slash. Raises UsageError."""
+    if not re.search(r"[./\\]", text):
+        return builtin(text, group=group, act_group=act_group)
+    if group or act_group:
+        raise UsageError("--group and --act-group go with a codec by name; a recipe file has its own")
+    return from_toml(Path(text))
+
+
 def tensor_type(text: str) -> tuple[str, Choice]:
     """The rule of 'PATTERN=CODEC' or 'PATTERN=CODEC:GROUP', as `--tensor-type` takes it. Raises UsageError."""
     pattern, equals, spec = text.rpartition("=")
     codec, colon, group = spec.partition(":")
-    if not pattern or not equals or (colon and not group.isdecimal()):
+    if not pattern or not equals or (colon and not re.fullmatch("[0-9]{1,3}", group)):
         raise UsageError(f"--tensor-type {text!r}: write it like 'attn_.*=i8' or 'ffn_down=nf4:32'")
     try:
         _pattern(pattern)
