@@ -49,6 +49,7 @@ bench: env
 	$(BIN)/python bench/peers.py
 	$(BIN)/python bench/streaming.py
 	$(BIN)/python bench/memory_cap.py
+	$(BIN)/python bench/moe.py
 	$(BIN)/python bench/llamacpp_logits.py
 	$(BIN)/python bench/quality_i8.py
 	$(BIN)/python bench/quality.py
