@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 import ork
+from ork import models
 from ork.cli.main import main
 from ork.cli.skew import dense_bytes
 from ork.residency.experts import ExpertPlan
@@ -91,6 +92,10 @@ def test_the_same_bits(
             assert stats.experts.hits.total() < stats.experts.lookups.total()
         if device == "cpu" and room == 16:
             assert plan.reason == "all 16 experts fit"
+            assert model.ready is not None
+            assert model.ready.slices == sum(
+                len(t.slices) for t in models.order_of_pass(model.ops) if t.name != "token_embd.weight"
+            )
         if domains is not None:
             assert model.ready is not None
             assert sorted(model.ready.domains) == list(range(domains))

@@ -101,19 +101,21 @@ def test_spread_over_domains_they_run() -> None:
 
 
 @pytest.mark.slow
-def test_through_a_window_they_run() -> None:
+@pytest.mark.parametrize(("size", "domains"), [(3 << 30, 1), (5 << 30, 2)])
+def test_through_a_window_they_run(size: int, domains: int) -> None:
     dense, layers, source = model()
     board, npu = device()
-    window = Window(source, npu, 3 << 30)  # type: ignore[arg-type]
+    window = Window(source, npu, size)  # type: ignore[arg-type]
     window.tensors, window.expert_layers = dense, layers
-    arrange(window, npu.capacity())
+    assert len(arrange(window, npu.capacity()).bytes) == domains
     found: list[int] = []
     for layer in layers:
         visit(window, layer, range(EXPERTS), found.append)
         visit(window, layer, [1, 5], found.append)
     assert sorted(found) == sorted([*range(EXPERTS), 1, 5] * LAYERS)
-    assert window.stats.peak_bytes <= 3 << 30
+    assert window.stats.peak_bytes <= size
     assert window.stats.experts.loads.total() >= LAYERS * EXPERTS
+    assert sum(n > 0 for n in window.stats.domains.values()) == domains
     window.close()
     npu.close()
     assert (board.stats.live_buffers, board.report.violations) == (0, [])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
 
 from ork.devices.base import Device, Handle, Slot
 from ork.residency.experts import ExpertPlan, Item, Load, Pool, Visit, make_policy
@@ -70,13 +69,24 @@ class ExpertCache:
         self._running: _Pass | None = None
         self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="ork-expert") if prefetch else None
 
-    def stay(self, layer: ExpertLayer, expert: int, slots: Sequence[Slot]) -> None:
-        """Brings in an expert that stays, into a slot for each of its slices."""
-        pieces = _pieces(layer, expert)
-        handles, nbytes = load_run(self._source, self._device, [(*p, slot) for p, slot in zip(pieces, slots)])
-        self._stay[layer.layer, expert] = _by_role(pieces, handles, layer, expert)
-        self._stats.loads[layer.layer] += 1
-        self._stats.moved_bytes[layer.layer] += nbytes
+    def stay(self, experts: Sequence[tuple[ExpertLayer, int, Sequence[Slot]]]) -> None:
+        """Brings in experts that stay, each into a slot for each of its slices."""
+
+        def bring(layer: ExpertLayer, expert: int, slots: Sequence[Slot]) -> int:
+            pieces = _pieces(layer, expert)
+            handles, nbytes = load_run(self._source, self._device, [(*p, slot) for p, slot in zip(pieces, slots)])
+            self._stay[layer.layer, expert] = _by_role(pieces, handles, layer, expert)
+            return nbytes
+
+        with ThreadPoolExecutor(LOADERS, thread_name_prefix="ork-expert") as pool:
+            jobs = [pool.submit(bring, *item) for item in experts]
+            try:
+                for (layer, *_), job in zip(experts, jobs):
+                    self._stats.moved_bytes[layer.layer] += job.result()
+                    self._stats.loads[layer.layer] += 1
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def batches(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
         """See `Streams.experts`."""
@@ -253,9 +263,6 @@ def _batch(found: Sequence[tuple[int, ExpertHandles]]) -> ExpertBatch:
     return ids, handles
 
 
-def slices_of(layers: Sequence[ExpertLayer], stay: Mapping[int, Sequence[int]]) -> Iterator[tuple[str, int]]:
-    """Keys of the slices of experts that stay, in the order of the file."""
-    for layer in layers:
-        for tensor in chain.from_iterable(layer.tensors(expert) for expert in stay.get(layer.layer, ())):
-            for index in range(len(tensor.slices)):
-                yield tensor.name, index
+def slices_of(layer: ExpertLayer, expert: int) -> list[tuple[str, int]]:
+    """Keys of an expert's slices, in the order of the file."""
+    return [(tensor.name, index) for tensor, index in _pieces(layer, expert)]

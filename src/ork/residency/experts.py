@@ -180,6 +180,7 @@ class PoolPlan:
     layers: tuple[int, ...]
     slots: int
     sizes: tuple[int, ...]
+    shared: bool = False  # made for all layers, though there may be one
 
     @property
     def nbytes(self) -> int:
@@ -210,7 +211,7 @@ class ExpertPlan:
             return f"experts pass in slices through {slots} slots of {self.pools[0].sizes[0] / 2**20:.1f} MiB"
         counts = sorted({pool.slots for pool in self.pools})
         spread = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        if len(self.pools) == 1 and len(self.pools[0].layers) > 1:
+        if self.pools[0].shared:
             ways = f"{sum(map(len, self.stay.values()))} experts stay, the others pass through {slots} slots"
         else:
             ways = f"{spread} experts a layer, {self.policy}"
@@ -255,7 +256,7 @@ def plan_experts(
         counts = _checked(layers, profile)
         shared = max(LEAST, min(SHARED, room // 4 // sum(widest)))
         stay, used = _most_used(counts, {n: sum(s) for n, s in sizes.items()}, room - shared * sum(widest))
-        return ExpertPlan(policy, (PoolPlan(numbers, shared, widest),), stay, used)
+        return ExpertPlan(policy, (PoolPlan(numbers, shared, widest, True),), stay, used)
     slots = {layer.layer: min(len(layer), room // len(layers) // sum(sizes[layer.layer])) for layer in layers}
     if min(slots.values()) >= LEAST:
         return ExpertPlan(policy, tuple(PoolPlan((n,), slots[n], sizes[n]) for n in numbers))
@@ -266,7 +267,7 @@ def shared_plan(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, policy
     """One pool for all layers, of the slots that `room` has."""
     widest = piece_sizes(layers, mapped)
     slots = min(sum(map(len, layers)), room // sum(widest))
-    return ExpertPlan(policy, (PoolPlan(tuple(layer.layer for layer in layers), slots, widest),))
+    return ExpertPlan(policy, (PoolPlan(tuple(layer.layer for layer in layers), slots, widest, True),))
 
 
 def plan_parts(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, slots: int, policy: str) -> ExpertPlan:
@@ -275,8 +276,8 @@ def plan_parts(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, slots: 
     numbers = tuple(layer.layer for layer in layers)
     sizes = piece_sizes(layers, mapped)
     if LEAST * sum(sizes) <= room:
-        return ExpertPlan(policy, (PoolPlan(numbers, LEAST, sizes),))
-    pool = PoolPlan(numbers, slots, (max(sizes),))
+        return ExpertPlan(policy, (PoolPlan(numbers, LEAST, sizes, True),))
+    pool = PoolPlan(numbers, slots, (max(sizes),), True)
     if pool.nbytes > room:
         raise UsageError(
             f"the window is too small by {pool.nbytes - room:,} bytes: beside the slices of dense weights {slots} "

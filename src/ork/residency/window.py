@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import cycle, islice
+from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
@@ -88,17 +88,19 @@ class Window:
                 raise
             seconds = time.perf_counter() - start
             stats = self.stats
-            self._ready = Ready(len(self._pinned), stats.resident_bytes, dict(stats.domains), seconds)
+            stay = self.expert_plan.stay if self.expert_plan else {}
+            experts = sum(len(slices_of(layer, e)) for layer in self.expert_layers for e in stay.get(layer.layer, ()))
+            self._ready = Ready(len(self._pinned) + experts, stats.resident_bytes, dict(stats.domains), seconds)
         return self._ready
 
     def staying(self) -> tuple[list[Key], int]:
         plan, experts = self._planned(), self.expert_plan
         keys, slots = list(plan.pinned), plan.slots * plan.slot_bytes
         if experts is not None:
-            keys += slices_of(self.expert_layers, experts.stay)
+            keys += [key for layer in self.expert_layers for key in self._expert_keys(layer, experts)]
             place = {t.name: i for i, t in enumerate(with_experts(self.tensors, self.expert_layers))}
             keys.sort(key=lambda key: (place[key[0]], key[1]))
-            slots += experts.nbytes - experts.stay_bytes
+            slots += sum(pool.nbytes for pool in experts.pools if pool.shared)
         return keys, slots
 
     def place(self, placement: Mapping[Key, int], slot_domain: int) -> None:
@@ -156,22 +158,38 @@ class Window:
     def _fill_experts(self, plan: ExpertPlan) -> None:
         """Brings in the experts that stay, and makes slots for the others."""
         self.stats.reason += f"; {plan.reason}"
-        specs = {
-            t.name: t for layer in self.expert_layers for e in plan.stay.get(layer.layer, ()) for t in layer.tensors(e)
-        }
-        staying = iter(self._make_pinned(list(slices_of(self.expert_layers, plan.stay)), specs))
+        places = {layer.layer: self._expert_places(layer, plan) for layer in self.expert_layers}
         slots = []
         for pool in plan.pools:
+            if not pool.shared:
+                slots.append(places[pool.layers[0]])
+                continue
             made = self.device.make_slots(list(pool.sizes) * pool.slots, self._slot_domain)
             owned = [self._own(s, n, self._slot_domain) for s, n in zip(made, cycle(pool.sizes))]
             slots.append([owned[i : i + len(pool.sizes)] for i in range(0, len(owned), len(pool.sizes))])
         self._cache = ExpertCache(
             self.source, self.device, plan, slots, self.stats.experts, self._clock, prefetch=self._prefetch
         )
-        for layer in self.expert_layers:
-            for expert in plan.stay.get(layer.layer, ()):
-                count = sum(len(t.slices) for t in layer.tensors(expert))
-                self._cache.stay(layer, expert, list(islice(staying, count)))
+        self._cache.stay(
+            [
+                (layer, expert, place)
+                for layer in self.expert_layers
+                for expert, place in zip(plan.stay.get(layer.layer, ()), places[layer.layer])
+            ]
+        )
+
+    def _expert_keys(self, layer: ExpertLayer, plan: ExpertPlan) -> list[Key]:
+        """Slices of the experts that stay; of a layer that has slots of its own, those of as many experts, whose place
+        and size the slots have."""
+        own = next((pool.slots for pool in plan.pools if not pool.shared and layer.layer in pool.layers), 0)
+        return [key for expert in plan.stay.get(layer.layer, range(own)) for key in slices_of(layer, expert)]
+
+    def _expert_places(self, layer: ExpertLayer, plan: ExpertPlan) -> list[list[Slot]]:
+        """The pieces of a place for each of these."""
+        count = len(slices_of(layer, 0))
+        specs = {t.name: t for t in (*layer.gate, *layer.up, *layer.down)}
+        pieces = self._make_pinned(self._expert_keys(layer, plan), specs)
+        return [pieces[i : i + count] for i in range(0, len(pieces), count)]
 
     def experts(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
         self.reside()
