@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("cap", "many"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=90, help="after which decoding stops")
+    parser.add_argument("--seconds", type=int, default=90, help="after which decoding stops")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="make files there, and use those that are there")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
