@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ork.cli.inspect import quality_rows
+from ork.cli.inspect import quality_rows, recipe_rows
 from ork.pack.notes import write_note
 from ork.pack.verify import inspect, verify
+from ork.quant.recipe import Recipe, exactly, usual
 from tests import tiny
 from tests.cli.conftest import Ork
 
@@ -136,6 +138,39 @@ def test_what_qerr_refuses(refused: Refused, model: Path, packed: Path, text: Pa
     assert "is this its source?" in refused("qerr", packed, "--against", other)
     assert "at most 512" in refused("qerr", packed, "--against-device", "emu", "-f", text, "-c", "513")
     assert "one chunk" in refused("qerr", packed, "--against", model, "-f", text, "--chunks", "2")
+
+
+# --- ork inspect
+
+
+def test_inspect_reads_a_recipe_out(ork: Ork, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "x.orkpack"
+    rules = ("--tensor-type", "ffn_(up|down)=i4", "--recipe", "nf4", "--group", 32)
+    assert ork("convert", model, *rules, "-o", target)[0] == 0
+    code, out, _ = ork("inspect", target, "--tensors")
+    assert code == 0
+    for line in (r"match ffn_\(up\|down\) .* i4, rotation mix, search mse", "all others .* nf4 g32, rotation mix",
+                 r"blk\.0\.ffn_down\.weight .* i4 .* 32 mix 3"):  # fmt: skip
+        assert re.search(line, out), out
+    assert "KL" not in out
+
+
+def test_inspect_says_what_a_recipe_was_measured_from() -> None:
+    a, b = usual("i8", act_group=64), usual("nf4", 32, gptq=True)
+    rules = ((exactly("a.weight"), b), (exactly("b.weight"), a), (exactly("c.weight"), b), ("x", a))
+    figures = {"tokens": 256, "bytes": 12345, "kl": 0.01234, "tensors": {"a.weight": 0.5}}
+    assert recipe_rows(Recipe("mixed", usual("f16"), rules, figures).record()) == [
+        ("2 by name", "nf4 g32, rotation mix, search mse, gptq"),
+        ("1 by name", "i8, act_group 64, rotation block"),
+        ("match x", "i8, act_group 64, rotation block"),
+        ("all others", "f16, rotation none"),
+        ("by measurement", "tokens 256, bytes 12,345, expected KL 0.01234 nats"),
+    ]
+    plain = Recipe("int8", usual("i8")).record()
+    assert recipe_rows(plain) == [("all", "i8, rotation block")]
+    for odd in ({}, {"default": 3}, [], None, plain | {"figures": 3}):
+        assert recipe_rows(odd) == []
+    assert len(recipe_rows(plain | {"figures": {"kl": "much", "tokens": [], "tensors": 3}})) == 1
 
 
 # --- convert --evaluate, inspect, diff

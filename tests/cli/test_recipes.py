@@ -142,6 +142,70 @@ def test_a_source_that_cannot_be_converted_leaves_nothing(refused: Refused, tmp_
         assert not list(tmp_path.glob("*.orkpack*"))
 
 
+# --- a model that is converted on the way
+
+
+@pytest.fixture
+def first_run(ork: Ork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, object]]:
+    """Runs a command that converts; the recipe of the pack in the cache."""
+    monkeypatch.setenv("ORK_HOME", str(tmp_path / "home"))
+
+    def run(*args: object) -> dict[str, object]:
+        code, _, err = ork(*args)
+        assert code == 0, err
+        (path,) = (tmp_path / "home" / "packs").glob("*.orkpack")
+        with Pack.open(path) as pack:
+            recipe = dict(pack.recipe)
+        path.unlink()
+        return recipe
+
+    return run
+
+
+def test_first_runs_take_recipes_too(first_run: Callable[..., dict[str, object]], gguf: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 40)
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[default]\ncodec = "nf4"\ngroup = 32\n[[rule]]\nmatch = "ffn"\ncodec = "i4"\n')
+    for command in (
+        ("run", gguf, "-p", "a", "-n", "2"),
+        ("bench", gguf, "-p", "4", "-n", "2", "-r", "1"),
+        ("ppl", gguf, "-f", text, "-c", "64"),
+        ("qerr", gguf, "--against", gguf),
+    ):
+        assert first_run(*command)["name"] == "int8"
+        assert first_run(*command, "--recipe", "nf4", "--no-rotate")["name"] == "nf4-norotate"
+        assert first_run(*command, "--codec", "f16")["name"] == "f16"
+        recipe = first_run(*command, "--recipe", mine)
+        assert (recipe["name"], len(recipe["rule"])) == ("mine", 1)  # type: ignore[arg-type]
+
+
+def test_recipes_that_a_first_run_cannot_follow(
+    refused: Refused, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORK_HOME", str(tmp_path / "home"))
+    (tmp_path / "gptq.toml").write_text('[default]\ncodec = "nf4"\ngptq = true\n')
+    (tmp_path / "importance.toml").write_text('[default]\ncodec = "nf4"\nsearch = "importance"\n')
+    for command in (("run", gguf, "-p", "a"), ("bench", gguf), ("ppl", gguf, "-f", gguf.parent / "text.txt")):
+        (tmp_path / "text.txt").write_text("abcdefgh" * 99)
+        assert "make a pack with `ork convert --recipe mixed`" in refused(*command, "--recipe", "mixed")
+        assert "make a pack with `ork convert --recipe small`" in refused(*command, "--codec", "small")
+        assert "recipe 'q4' is unknown" in refused(*command, "--recipe", "q4")
+        assert "nothing.toml: No such file" in refused(*command, "--recipe", "./nothing.toml")
+        assert "`ork convert --calibrate FILE`" in refused(*command, "--recipe", tmp_path / "gptq.toml")
+        assert "`ork convert --imatrix FILE`" in refused(*command, "--recipe", tmp_path / "importance.toml")
+        assert not list(tmp_path.glob("home/packs/*"))
+    coarse = tiny.random_gguf(tmp_path / "q.gguf", kind="Q4_0")
+    assert "4 bits already" in refused("run", coarse, "-p", "a", "--recipe", "nf4")
+
+
+def test_a_pack_keeps_its_recipe(ork: Ork, refused: Refused, gguf: Path) -> None:
+    assert ork("convert", gguf)[0] == 0
+    pack = gguf.with_suffix(".orkpack")
+    for option in (("--recipe", "nf4"), ("--codec", "f32"), ("--no-rotate",)):
+        assert f"{option[0]} is for a model that is converted on the way" in refused("run", pack, "-p", "a", *option)
+
+
 # --- refused
 
 

@@ -11,7 +11,6 @@ import pytest
 import ork
 from ork.api import LoadedModel
 from ork.build.cache import cached_pack
-from ork.quant.recipe import builtin
 from ork.devices.cpu import CpuDevice
 from ork.devices.npu import NpuDevice
 from ork.emulator.faults import Faults
@@ -23,6 +22,7 @@ from ork.npu.driver import Npu
 from ork.npu.kernel import RecordingKernel
 from ork.pack.file import aligned
 from ork.pack.reader import Pack
+from ork.quant.recipe import builtin
 from ork.residency.planner import arrange, plan_placement
 from ork.residency.prefetch import Clock, Loader
 from ork.residency.stream import Stream, StreamStats

@@ -251,7 +251,8 @@ def check_recipe(source: Source, recipe: Recipe, *, allow_requantize: bool = Fal
         more = f" and {len(again) - 1} more have" if len(again) > 1 else " has"
         raise UsageError(
             f"{source.path}: {again[0].name}{more} about 4 bits already ({again[0].kind}): rounding twice costs "
-            "quality (published: perplexity 12.48, not 11.33); take a 16-bit file or int8, or give --allow-requantize"
+            "quality (published: perplexity 12.48, not 11.33); take a 16-bit file or int8, or `ork convert "
+            "--allow-requantize`"
         )
 
 

@@ -38,6 +38,10 @@ def size_text(n: float) -> str:
     raise AssertionError
 
 
+def codec_text(codec: str, group: int) -> str:
+    return f"{codec} g{group}" if group else codec
+
+
 def say(text: str) -> None:
     """A line on standard error."""
     print(f"ork: {text}", file=sys.stderr, flush=True)

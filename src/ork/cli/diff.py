@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ork.cli.common import size_text
+from ork.cli.common import codec_text, size_text
 from ork.cli.measuring import whole_names
 
 LAYOUT = ("codec", "shape", "group", "act_group", "rotation", "mix")  # what makes two tensors alike but for content
@@ -98,5 +98,4 @@ def _show(found: dict[str, Any]) -> None:
 def _tensor(t: dict[str, Any] | None) -> str:
     if t is None:
         return "-"
-    group = f" g{t['group']}" if t["group"] else ""
-    return f"{t['codec']}{group} {t['bits_per_weight']:.2f} b {size_text(t['bytes'])}"
+    return f"{codec_text(t['codec'], t['group'])} {t['bits_per_weight']:.2f} b {size_text(t['bytes'])}"

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ork.cli.common import add_device, add_model, check_threads, progress_bar, resolve
+from ork.cli.common import add_device, add_model, check_threads, codec_text, progress_bar, resolve
 from ork.cli.measuring import add_text, converted, opened, read_text, whole_names
 from ork.cli.recipes import add_first_run
 from ork.errors import UsageError
@@ -119,8 +119,9 @@ def _show_tensors(tensors: list[TensorError]) -> None:
     console = Console(highlight=False)
     table = Table(whole_names("tensor", [t.name for t in tensors]), "codec", "bits", "error", "worst row", "at")
     for t in tensors:
-        codec = f"{t.codec} g{t.group}" if t.group else t.codec
-        table.add_row(t.name, codec, f"{t.bits:.3f}", f"{t.error:.6f}", f"{t.worst:.6f}", str(t.worst_row))
+        table.add_row(
+            t.name, codec_text(t.codec, t.group), f"{t.bits:.3f}", f"{t.error:.6f}", f"{t.worst:.6f}", str(t.worst_row)
+        )
     console.print(table)
     layers = Table("layer", "relative error")
     for name, error in by_layer(tensors).items():
