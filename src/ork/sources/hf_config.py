@@ -1,6 +1,6 @@
 """What a Hugging Face folder says about its model, in GGUF's keys and names.
 
-The keys and names are those of llama.cpp's convert_hf_to_gguf.py (conversion/{base,llama,qwen,gemma}.py), the defaults
+The keys and names are those of llama.cpp's convert_hf_to_gguf.py (conversion/*.py), the defaults
 those of the configuration classes of transformers. Two keys go beyond what llama.cpp writes for Gemma 3, because it
 guesses them from the number of layers: `attention.scale` and `attention.sliding_window_pattern`.
 """
@@ -8,7 +8,7 @@ guesses them from the number of layers: `attention.scale` and `attention.sliding
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ MAX_LAYERS = 1 << 12
 
 # --- architectures, as data ---
 
-TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm", "lm_head": "output"}
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -42,6 +42,59 @@ GEMMA_LAYER = LAYER | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+# A number below `experts` is written #: that expert's matrix, `ffn_up_exps.weight#3`. Some checkpoints have stacks.
+ROUTED = {
+    "gate": "ffn_gate_inp",
+    "experts.#.gate_proj": "ffn_gate_exps",
+    "experts.#.up_proj": "ffn_up_exps",
+    "experts.#.down_proj": "ffn_down_exps",
+    "experts.#.w1": "ffn_gate_exps",
+    "experts.#.w3": "ffn_up_exps",
+    "experts.#.w2": "ffn_down_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "shared_expert.gate_proj": "ffn_gate_shexp",
+    "shared_expert.up_proj": "ffn_up_shexp",
+    "shared_expert.down_proj": "ffn_down_shexp",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
+}
+ATTENTION = {module: to for module, to in LAYER.items() if not module.startswith("mlp.")}
+
+
+def _routed(*blocks: str) -> dict[str, str]:
+    return ATTENTION | {f"{block}.{module}": to for block in blocks for module, to in ROUTED.items()}
+
+
+GRANITE_LAYER = ATTENTION | {
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
+LFM2_LAYER = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.expert_bias": "exp_probs_b",
+} | {f"feed_forward.{module}": to for module, to in ROUTED.items()}
+# Tensors whose rows (or those of each matrix of a stack) are two GGUF tensors, half and half.
+HALVES = {
+    "experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+    "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+    "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+}
+BARE = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight" behind their names
 UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # buffers of older checkpoints
 
 
@@ -53,6 +106,9 @@ class Architecture:
     defaults: Mapping[str, Any]  # what the configuration class of transformers assumes where config.json is silent
     interleaved: frozenset[str] = frozenset()  # whose rows go from halves to pairs
     norm_shift: float = 0.0
+    moe: Callable[[Config], dict[str, MetaValue]] | None = None  # keys of a mixture of experts
+    eps: str = "rms_norm_eps"
+    norm: str = "output_norm.weight"  # the last one
 
 
 COMMON: dict[str, Any] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
@@ -66,8 +122,6 @@ GEMMA3_DEFAULTS = COMMON | {
 }  # fmt: skip
 GEMMA3 = Architecture("gemma3", GEMMA_LAYER, "gelu_pytorch_tanh", GEMMA3_DEFAULTS, norm_shift=1.0)
 EMBEDDING_GEMMA = Architecture("gemma-embedding", GEMMA_LAYER, "gelu_pytorch_tanh", GEMMA3_DEFAULTS, norm_shift=1.0)
-
-BY_MODEL_TYPE = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3_text": GEMMA3}
 
 
 class Config:
@@ -110,6 +164,12 @@ class Config:
         if value is not None and not isinstance(value, bool):
             raise self.error(key, f"{str(value)[:40]} is not true or false")
         return bool(value)
+
+    def refuse(self, key: str, *good: Any) -> None:
+        """Raises SourceError for a value that changes the model and is not supported."""
+        value = self.get(key)
+        if value is not None and value not in good:
+            raise self.error(key, f"{str(value)[:40]} is not supported for {self.arch.name}")
 
     @property
     def heads(self) -> int:
@@ -180,7 +240,7 @@ def to_metadata(config: Config) -> dict[str, MetaValue]:
         "attention.head_count_kv": c.kv_heads,
         "attention.key_length": c.head_dim,
         "attention.value_length": c.head_dim,
-        "attention.layer_norm_rms_epsilon": c.real("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": c.real(c.arch.eps),
         "rope.dimension_count": c.head_dim,
         "rope.freq_base": rope["rope_theta"],
     }
@@ -193,6 +253,8 @@ def to_metadata(config: Config) -> dict[str, MetaValue]:
         meta |= _gemma(c)
     elif c.flag("use_sliding_window"):
         raise c.error("use_sliding_window", f"a sliding window is not supported for {arch}")
+    if c.arch.moe is not None:
+        meta |= c.arch.moe(c)
     return {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in meta.items()}
 
 
@@ -218,6 +280,115 @@ def _gemma(c: Config) -> dict[str, MetaValue]:
     return meta
 
 
+def _experts(c: Config, count: str = "num_experts") -> dict[str, MetaValue]:
+    return {"expert_count": c.size(count), "expert_used_count": c.size("num_experts_per_tok")}
+
+
+def _mixtral(c: Config) -> dict[str, MetaValue]:
+    c.refuse("sliding_window")
+    return _experts(c, "num_local_experts")
+
+
+def _qwen_moe(c: Config) -> dict[str, MetaValue]:
+    c.refuse("decoder_sparse_step", 1)
+    c.refuse("mlp_only_layers", [])
+    meta = _experts(c) | {
+        "expert_feed_forward_length": c.size("moe_intermediate_size"),
+        "expert_weights_norm": c.flag("norm_topk_prob"),
+    }
+    if c.get("shared_expert_intermediate_size") is not None:
+        meta["expert_shared_feed_forward_length"] = c.size("shared_expert_intermediate_size")
+    return meta
+
+
+def _olmoe(c: Config) -> dict[str, MetaValue]:
+    c.refuse("clip_qkv")
+    return _experts(c) | {"expert_weights_norm": c.flag("norm_topk_prob")}
+
+
+def _granite_moe(c: Config) -> dict[str, MetaValue]:
+    meta = _experts(c, "num_local_experts") | {
+        "attention.scale": c.real("attention_multiplier"),
+        "embedding_scale": c.real("embedding_multiplier"),
+        "residual_scale": c.real("residual_multiplier"),
+        "logit_scale": c.real("logits_scaling"),
+    }
+    if c.get("shared_intermediate_size"):
+        meta["expert_shared_feed_forward_length"] = c.size("shared_intermediate_size")
+    return meta
+
+
+def _lfm2_moe(c: Config) -> dict[str, MetaValue]:
+    c.refuse("conv_bias", False)
+    c.refuse("use_expert_bias", True)
+    kinds, n = c.values.get("layer_types"), c.layers
+    if not isinstance(kinds, list) or len(kinds) != n or any(k not in ("conv", "full_attention") for k in kinds):
+        raise c.error("layer_types", f"not a list of conv or full_attention for {n} layers")
+    return _experts(c) | {
+        "attention.head_count_kv": np.array([c.kv_heads if kind != "conv" else 0 for kind in kinds], np.uint32),
+        "expert_feed_forward_length": c.size("moe_intermediate_size"),
+        "expert_gating_func": 2,  # sigmoid
+        "expert_weights_norm": c.flag("norm_topk_prob"),
+        "expert_weights_scale": c.real("routed_scaling_factor"),
+        "leading_dense_block_count": c.size("num_dense_layers", least=0),
+        "shortconv.l_cache": c.size("conv_L_cache", least=2),
+    }
+
+
+MOE = COMMON | {"num_experts_per_tok": 2, "num_local_experts": 8}
+QWEN_MOE = COMMON | {"max_position_embeddings": 32768, "norm_topk_prob": False}
+GRANITE = MOE | dict.fromkeys(
+    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
+LFM2 = COMMON | {
+    "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "moe_intermediate_size": 1792, "num_experts": 32,
+    "num_experts_per_tok": 4, "num_dense_layers": 2, "conv_L_cache": 3, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}  # fmt: skip
+MIXTRAL_DEFAULTS = MOE | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+MIXTRAL = Architecture(
+    "llama", _routed("block_sparse_moe", "mlp"), "silu", MIXTRAL_DEFAULTS, LLAMA.interleaved, moe=_mixtral
+)
+QWEN2_MOE = Architecture(
+    "qwen2moe",
+    _routed("mlp"),
+    "silu",
+    QWEN_MOE | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632, "num_key_value_heads": 16},
+    moe=_qwen_moe,
+)  # fmt: skip
+QWEN3_MOE = Architecture(
+    "qwen3moe",
+    _routed("mlp"),
+    "silu",
+    QWEN_MOE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
+    moe=_qwen_moe,
+)
+OLMOE_DEFAULTS = COMMON | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "norm_topk_prob": False} | {
+    "num_experts": 64, "num_experts_per_tok": 8,
+}  # fmt: skip
+OLMOE = Architecture("olmoe", _routed("mlp"), "silu", OLMOE_DEFAULTS, moe=_olmoe)
+GRANITE_MOE = Architecture("granitemoe", GRANITE_LAYER, "silu", GRANITE, LLAMA.interleaved, moe=_granite_moe)
+LFM2_MOE = Architecture(
+    "lfm2moe", LFM2_LAYER, "silu", LFM2, moe=_lfm2_moe, eps="norm_eps", norm="token_embd_norm.weight"
+)
+
+BY_MODEL_TYPE = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gemma3_text": GEMMA3,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE,
+    "lfm2_moe": LFM2_MOE,
+}
+
+
 def rope_divisors(config: Config) -> F32 | None:
     """What llama3's scaling divides each frequency by, [head_dim / 2], or None; in f32 as llama.cpp computes it."""
     rope = config.rope("full_attention")
@@ -240,15 +411,45 @@ def rope_divisors(config: Config) -> F32 | None:
 
 def gguf_name(arch: Architecture, layers: int, name: str) -> str | None:
     """The GGUF name of a tensor of a checkpoint, or None if there is none."""
-    module, _, part = name.removeprefix("model.").rpartition(".")
-    if part not in ("weight", "bias"):
-        return None
+    module, part = _parted(name)
     if module in TOP:
         return f"{TOP[module]}.{part}"
-    m = re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", module)
-    if m and int(m[1]) < layers and m[2] in arch.layer:
-        return f"blk.{m[1]}.{arch.layer[m[2]]}.{part}"
+    if (below := _below(module, layers)) is None:
+        return None
+    layer, module = below
+    expert = re.search(r"\.experts\.(0|[1-9]\d{0,4})\.", module)
+    if expert:
+        module = module.replace(expert[0], ".experts.#.")
+    to = arch.layer.get(module)
+    return to and f"blk.{layer}.{to}.{part}" + (f"#{expert[1]}" if expert else "")
+
+
+def gguf_halves(arch: Architecture, layers: int, name: str) -> tuple[str, str] | None:
+    """The GGUF names of the two halves of a checkpoint's tensor that holds gates and what they open."""
+    below = _below(_parted(name)[0], layers)
+    if below is None or arch.moe is None:
+        return None
+    for module, (first, second) in HALVES.items():
+        if below[1] == module or below[1].endswith("." + module):
+            return f"blk.{below[0]}.{first}.weight", f"blk.{below[0]}.{second}.weight"
     return None
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """(module, weight or bias); stacks of experts and their bias have no suffix."""
+    name = name.removeprefix("model.")
+    module, _, part = name.rpartition(".")
+    if part in ("weight", "bias"):
+        return module, part
+    if part == "expert_bias":
+        return name, "bias"
+    return (name, "weight") if name.endswith(BARE) else ("", "")
+
+
+def _below(module: str, layers: int) -> tuple[str, str] | None:
+    """(number of the layer, module below it)."""
+    m = re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", module)
+    return (m[1], m[2]) if m and int(m[1]) < layers else None
 
 
 # --- tokenizer ---

@@ -7,6 +7,7 @@ Rows are rearranged when they are read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import xxhash
 from ork.errors import SourceError
 from ork.sources.base import F32, MappedFile, MetaValue, TensorInfo, check_range
 from ork.sources.dequant import BY_NAME, expand
-from ork.sources.hf_config import UNUSED, Config, gguf_name, rope_divisors, to_metadata, tokenizer_metadata
+from ork.sources.hf_config import UNUSED, Config, gguf_halves, gguf_name, rope_divisors, to_metadata, tokenizer_metadata
 from ork.sources.safetensors import Entry, SafetensorsFile, parse_json
 
 MAX_CONFIG = 16 << 20
@@ -38,15 +39,31 @@ class Stored:
     head: int = 0  # rows of one head, if the rows of each go from halves to pairs
     shift: float = 0.0
     made: F32 | None = None
+    half: int | None = None  # 0 or 1: the first or second half of the rows (of each matrix of a stack)
 
 
-def _stored(config: Config, file: SafetensorsFile, name: str, entry: Entry, to: str) -> Stored:
+def _shape(to: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a GGUF has: taps of a convolution and the one row of a gate lose a dimension."""
+    if to.endswith(".shortconv.conv.weight") and len(shape) == 3 and shape[1] == 1:
+        return shape[0], shape[2]
+    if to.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 2 and shape[0] == 1:
+        return shape[1:]
+    return shape
+
+
+def _stored(
+    config: Config, file: SafetensorsFile, name: str, entry: Entry, to: str, shape: tuple[int, ...], half: int | None
+) -> Stored:
     """How GGUF tensor `to` is made of `entry`."""
     where = f"{file.path}: tensor {name!r}"
     if entry.dtype not in READ:
         raise SourceError(f"{where}: dtype {entry.dtype} is not supported; supported are {' '.join(READ)}")
-    if not 1 <= len(entry.shape) <= 2 or not entry.nbytes:
+    if not 1 <= len(shape) <= (3 if "_exps." in to and "#" not in to else 2) or not entry.nbytes:
         raise SourceError(f"{where}: shape {list(entry.shape)} is neither a vector nor a matrix")
+    if half is not None:
+        if len(shape) < 2 or shape[-2] % 2:
+            raise SourceError(f"{where}: shape {list(entry.shape)} does not divide into two halves")
+        return Stored(file, name, entry.dtype, half=half)
     module, head = to.split(".")[-2], 0
     if module in config.arch.interleaved:
         heads = config.heads if module == "attn_q" else config.kv_heads
@@ -144,17 +161,21 @@ class HuggingFaceSource:
             for name, entry in file.entries.items():
                 if name.endswith(UNUSED) or (tied and name == "lm_head.weight"):
                     continue
-                to = gguf_name(arch, config.layers, name)
-                if to is None:
-                    of = f"a {arch.name} model of {config.layers} layers"
-                    raise SourceError(f"{file.path}: tensor {name!r} is not part of {of}")
-                if to in tensors:
-                    raise SourceError(f"{file.path}: tensor {name!r} is given twice")
-                self._stored[to] = _stored(config, file, name, entry, to)
-                kind = "F32" if len(entry.shape) == 1 else entry.dtype
-                elements = entry.nbytes // BY_NAME[entry.dtype].bytes
-                tensors[to] = TensorInfo(to, entry.shape, kind, elements * BY_NAME[kind].bytes)
-        needed = ["token_embd.weight", "output_norm.weight"] + ([] if tied else ["output.weight"])
+                halves = gguf_halves(arch, config.layers, name)
+                names = halves or (gguf_name(arch, config.layers, name),)
+                for i, to in enumerate(names):
+                    if to is None:
+                        of = f"a {arch.name} model of {config.layers} layers"
+                        raise SourceError(f"{file.path}: tensor {name!r} is not part of {of}")
+                    if to in tensors:
+                        raise SourceError(f"{file.path}: tensor {name!r} is given twice")
+                    shape = _shape(to, entry.shape)
+                    self._stored[to] = _stored(config, file, name, entry, to, shape, i if halves else None)
+                    if halves:
+                        shape = (*shape[:-2], shape[-2] // 2, shape[-1])
+                    kind = "F32" if len(shape) == 1 else entry.dtype
+                    tensors[to] = TensorInfo(to, shape, kind, math.prod(shape) * BY_NAME[kind].bytes)
+        needed = ["token_embd.weight", arch.norm] + ([] if tied else ["output.weight"])
         for to in needed:
             if to not in tensors:
                 raise SourceError(f"{self.path}: the model has no {to} (of {sum(len(f.entries) for f in self._files)})")
@@ -177,6 +198,12 @@ class HuggingFaceSource:
             last = min(-(-stop // s.head) * s.head, info.rows)
             whole = expand(s.dtype, data, first, np.empty((last - first, info.columns), np.float32))
             np.take(whole, _pairs(np.arange(start, stop), s.head) - first, axis=0, out=out)
+        elif s.half is not None:
+            at = start
+            while at < stop:  # a matrix of the stack at a time
+                count = min(info.shape[-2] - at % info.shape[-2], stop - at)
+                expand(s.dtype, data, _whole(info, s.half, at), out[at - start : at - start + count])
+                at += count
         else:
             expand(s.dtype, data, start, out)
         if s.shift:
@@ -189,6 +216,9 @@ class HuggingFaceSource:
         if s.file is None or s.dtype != info.kind or s.shift or (s.head and len(info.shape) == 1):
             return memoryview(self.rows(name, 0, info.rows).tobytes())
         data = s.file.bytes_of(s.name)
+        if s.half is not None:
+            halves = np.frombuffer(data, np.uint8).reshape(info.rows // info.shape[-2], 2, -1)
+            return memoryview(halves[:, s.half].tobytes())
         if not s.head:
             return data
         rows = np.frombuffer(data, np.uint8).reshape(info.rows, -1)
@@ -198,9 +228,11 @@ class HuggingFaceSource:
         info, s = self.tensors[name], self._stored[name]
         check_range(info, start, start, None)
         stop = info.rows if stop is None else max(start, min(stop, info.rows))
-        if s.file is not None:
+        if s.file is not None and start < stop:
             entry = s.file.entries[s.name]
-            row = entry.nbytes // info.rows
+            row = entry.nbytes // (info.rows * (1 if s.half is None else 2))
+            if s.half is not None:
+                start, stop = _whole(info, s.half, start), _whole(info, s.half, stop - 1) + 1
             s.file.file.release(entry.start + start * row, entry.start + stop * row)
 
     def digest(self) -> str:
@@ -209,6 +241,12 @@ class HuggingFaceSource:
     def close(self) -> None:
         for file in self._files:
             file.file.close()
+
+
+def _whole(info: TensorInfo, half: int, row: int) -> int:
+    """The stored row of a row of a half."""
+    matrix, i = divmod(row, info.shape[-2])
+    return (2 * matrix + half) * info.shape[-2] + i
 
 
 def _pairs(rows: Any, head: int) -> Any:
