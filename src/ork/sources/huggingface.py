@@ -21,7 +21,8 @@ import xxhash
 from ork.errors import SourceError
 from ork.sources.base import F32, MappedFile, MetaValue, TensorInfo, check_range
 from ork.sources.dequant import BY_NAME, expand
-from ork.sources.hf_config import UNUSED, Config, gguf_halves, gguf_name, rope_divisors, to_metadata, tokenizer_metadata
+from ork.sources.hf_config import UNUSED, Config, gguf_halves, gguf_name, rope_divisors, to_metadata
+from ork.sources.hf_tokenizer import tokenizer_metadata
 from ork.sources.safetensors import Entry, SafetensorsFile, parse_json
 
 MAX_CONFIG = 16 << 20
