@@ -121,14 +121,21 @@ def weights_of_pack(path: Path) -> tuple[int, float]:
 def candidates(
     float_model: Path, recipes: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...]
 ) -> list[Candidate]:
-    """Everything made from the float model; ggml's files are kept beside it, packs are made anew in `folder`."""
+    """Everything made from the float model; ggml's files are kept beside it, packs in `folder`, each with a record of
+    how it was made: one that is there is taken as it is."""
     found = []
     for name, options in recipes.items():
+        record = folder / f"{float_model.stem}-{name}.json"
+        if record.exists():
+            about = json.loads(record.read_text())
+            found.append(Candidate(**{**about, "file": Path(about["file"])}))
+            continue
         start = time.perf_counter()
         # one measurement serves the whole sweep
         shared = ("--measurements", str(folder / "measurements.json")) if name in SWEEP else ()
         pack = fresh_pack(float_model, folder, *options, *shared, *extra)
         found.append(Candidate(f"ork {name}", pack, *weights_of_pack(pack), time.perf_counter() - start, peer=False))
+        record.write_text(json.dumps({**vars(found[-1]), "file": str(pack)}))
         print(f"{found[-1].name}: {found[-1].seconds:.1f} s", file=sys.stderr)
     kept = cache_folder("peers/fair")
     for kind in GGML:
@@ -225,9 +232,12 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     if args.recipes:
         recipes = {name: options for name, options in recipes.items() if name in args.recipes}
     float_model = model if args.on_grid else fair_reference(model, cache_folder("peers/fair"))
-    with tempfile.TemporaryDirectory(dir=cache_folder("peers")) as folder:
+    with contextlib.ExitStack() as stack:
+        folder = args.folder or stack.enter_context(tempfile.TemporaryDirectory(dir=cache_folder("peers")))
         extra = ("--allow-requantize",) if args.on_grid else ()
         found = candidates(float_model, recipes, Path(folder), extra)
+        if args.no_quality:
+            return {"model": model.stem, "rows": {}}
         reference = fresh_pack(float_model, Path(folder), "--recipe", "f32" if args.on_grid else "f16")
         rows = quality(reference, found, args.chunks, args.threads)
         for c in found:
@@ -250,6 +260,8 @@ def main() -> int:
     parser.add_argument("--only-sweep", action="store_true", help="--target-bpw alone")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="only these of ours")
     parser.add_argument("--no-speed", action="store_true")
+    parser.add_argument("--no-quality", action="store_true", help="only make the packs, into --folder")
+    parser.add_argument("--folder", type=Path, help="keep packs here, and go on with those of an earlier run")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     require(["llama.cpp"])
@@ -257,6 +269,8 @@ def main() -> int:
     for model in map(gguf_file, args.models):
         result = measure(model, args)
         report.append(result)
+        if args.no_quality:
+            continue
         first = next(iter(result["rows"].values()))
         print(
             f"\n{result['model']}, {'on grid' if args.on_grid else 'fair reference'}, {result['tokens']:,} tokens "
