@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -211,6 +212,16 @@ def test_what_cannot_be_evaluated_is_not_converted(refused: Refused, model: Path
     (tmp_path / "b.orkpack.reference").write_text("mine")
     assert "is not a pack" in refused("convert", model, "-o", target, "--evaluate", text)
     assert (tmp_path / "b.orkpack.reference").read_text() == "mine"
+
+
+def test_a_disk_without_room_for_pack_and_reference(
+    refused: Refused, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two packs of tiny weights are twice the notes' 2 MiB and some: room for one is not enough."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    line = refused("convert", model, "-o", tmp_path / "b.orkpack", "--evaluate", text)
+    assert re.search(r"the pack and the f32 reference to evaluate with take [4-5],.* the disk has 3,145,728", line)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_note_that_somebody_made_up(ork: Ork, packed: Path) -> None:

@@ -155,3 +155,13 @@ def test_a_disk_that_refuses(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"x\.gguf: "):
         WHOLE.write(tmp_path / "x.gguf")
     assert [p.name for p in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_old_files_have_one_expert_after_another(tmp_path: Path) -> None:
+    path = tmp_path / "old.dat"
+    path.write_bytes(legacy({"a_exps.weight": (4, np.arange(6, dtype=np.float32))}))
+    found = read_imatrix(path)
+    assert [found.importance(f"a_exps.weight#{i}", 2).tolist() for i in range(3)] == [[0, 0.25], [0.5, 0.75], [1, 1.25]]
+    for name, K in (("a_exps.weight#3", 2), ("a_exps.weight#0", 4), ("a_exps.weight", 2)):
+        with pytest.raises(UsageError, match="of another model"):
+            found.importance(name, K)

@@ -40,25 +40,33 @@ def reference_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.reference")
 
 
-def check(source: Source, target: Path, text: str, *, context: int = 512, chunks: int | None = None) -> Chunks:
-    """The text's chunks, before anything is converted.
+def check(
+    source: Source, target: Path, text: str, *, context: int = 512, chunks: int | None = None, made: bool = False
+) -> Chunks:
+    """The text's chunks, before anything is converted (or, `made`, when the target has been).
 
     Raises UsageError if the text is too short, or what is no pack stands where the reference will be; StorageError if
-    the disk has no room for that.
+    the disk has no room for that and for a target of 8 bits.
     """
     found = cut(Tokenizer.load(build_tokenizer(source.metadata)), text, context, chunks)
     reference = reference_of(target)
     check_target(reference)  # nothing but what is made here may be removed at the end
     plan = plan_pack(source, builtin("f32"), tokenizer=b"")
-    need = sum(plan.nbytes(e) for e in range(len(plan)))
+    need = plan.file_bytes
+    if not made:
+        need += plan_pack(source, builtin("int8"), tokenizer=b"").file_bytes
     try:
         free = shutil.disk_usage(target.absolute().parent).free
     except OSError as error:
         raise StorageError(f"{target.parent}: {error.strerror}") from None
     if free < need:
+        what = (
+            "the f32 reference to evaluate with takes"
+            if made
+            else "the pack and the f32 reference to evaluate with take"
+        )
         raise StorageError(
-            f"{reference}: the f32 reference to evaluate with takes {need:,} bytes, the disk has {free:,}; "
-            "make room, or leave --evaluate out"
+            f"{reference}: {what} {need:,} bytes, the disk has {free:,}; make room, or leave --evaluate out"
         )
     return found
 
@@ -83,7 +91,7 @@ def evaluate(
     The KV cache is f32 for both, so that weights and activations alone are judged. Raises UsageError for a text too
     short, StorageError where the disk has no room for the reference, and the errors of `convert`.
     """
-    cut_text = check(source, target, text, context=context, chunks=chunks)
+    cut_text = check(source, target, text, context=context, chunks=chunks, made=True)
     reference = reference_of(target)
     try:
         convert(source, reference, builtin("f32"), max_ram=max_ram, workers=threads, progress=converting)

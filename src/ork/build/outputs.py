@@ -45,13 +45,12 @@ def output_errors(device: CpuDevice, x: F32, weight: F32, kinds: Sequence[Kind],
     rows, turned = rotation.rotate_rows(x, K, mode), rotation.rotate_rows(weight, K, mode)
     y = _product(device, rows, turned)
     inputs = {
-        group: ratio(_product(device, rounded_rows(x, K, mode, group) - rows, turned), y)
-        for group in {g for _, g in kinds}
+        group: ratio(_product(device, rounded_rows(rows, group) - rows, turned), y) for group in {g for _, g in kinds}
     }
     out = {}
     for codec, group in kinds:
-        stored = codecs.dequantise(codec, codecs.quantise(codec, turned, group, search=usual(codec).search), K)
-        out[codec, group] = ratio(_product(device, rows, stored - turned), y) + inputs[group]
+        error = _stored(turned, (codec, group), usual(codec).search) - turned
+        out[codec, group] = ratio(_product(device, rows, error), y) + inputs[group]
     return out
 
 
@@ -64,28 +63,24 @@ def row_errors(weight: F32, kinds: Sequence[Kind], mode: str) -> dict[Kind, floa
     """E of rows that are looked up, not multiplied with: the mean over rows of ||w - q||^2 / ||w||^2."""
     K = weight.shape[1]
     turned = rotation.rotate_rows(weight, K, mode)
-    out = {}
-    for codec, group in kinds:
-        stored = codecs.dequantise(codec, codecs.quantise(codec, turned, group, search=usual(codec).search), K)
-        out[codec, group] = ratio(stored - turned, turned)
-    return out
+    return {kind: ratio(_stored(turned, kind, usual(kind[0]).search) - turned, turned) for kind in kinds}
 
 
 def stored_rows(weight: F32, kind: Kind, mode: str) -> F32:
     """Weight rows [n, K] as a codec without a search would give them back."""
     K = weight.shape[1]
+    return rotation.unrotate_rows(_stored(rotation.rotate_rows(weight, K, mode), kind, "absmax"), K, mode)
+
+
+def _stored(rows: F32, kind: Kind, search: str) -> F32:
     codec, group = kind
-    stored = codecs.quantise(codec, rotation.rotate_rows(weight, K, mode), group, search="absmax")
-    return rotation.unrotate_rows(codecs.dequantise(codec, stored, K), K, mode)
+    return codecs.dequantise(codec, codecs.quantise(codec, rows, group, search=search), rows.shape[1])
 
 
-def rounded_rows(x: F32, K: int, mode: str, group: int) -> F32:
-    """Input rows [r, K], rotated, as int8 products take them."""
-    block, m = rotation.fields_of(K, mode)
-    given = native.Array.of(np.ascontiguousarray(x))
-    signs = native.Array.of(rotation.signs_of(K).astype(np.float32).reshape(1, K)) if block else None
-    mix = native.Array.of(np.ascontiguousarray(rotation.mix_of(m).reshape(1, m * m))) if m else None
-    q = native.quantise(given, signs, block, group, mix)
+def rounded_rows(rows: F32, group: int) -> F32:
+    """Input rows [r, K], rotated already, as int8 products take them."""
+    K = rows.shape[1]
+    q = native.quantise(native.Array.of(np.ascontiguousarray(rows)), None, 0, group, None)
     codes, scales = q.codes().astype(np.float32), q.scales()
     if not group:
         return codes[:, :K] * scales.reshape(-1, 1)

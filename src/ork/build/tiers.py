@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ork.build.convert import INT8_BITS, effective_bits, is_weight
 from ork.errors import UsageError
-from ork.quant.recipe import Recipe, exactly, usual
+from ork.quant.recipe import Recipe, exactly, named, usual
 from ork.sources.base import Source, open_source
 from ork.tiles import K_ALIGN
 
@@ -38,4 +38,4 @@ def tiers_from(reference: Path, source: Source, base: Recipe) -> Recipe:
         if t.name not in known or effective_bits(known[t.name]) >= INT8_BITS or t.columns % K_ALIGN
     ]
     int8 = usual("i8", rotation=base.default.rotation)
-    return Recipe(f"{base.name}-tiers", base.default, (*base.rules, *((exactly(name), int8) for name in fine)))
+    return Recipe(named(base.name, "-tiers"), base.default, (*base.rules, *((exactly(name), int8) for name in fine)))

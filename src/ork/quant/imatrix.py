@@ -57,6 +57,11 @@ class Imatrix:
         if name not in self.sums:
             raise UsageError(f"{self.where}: lists no tensor {name}: it is of another model")
         sums, counts = self.sums[name], self.counts[name]
+        if (
+            number and sums.ndim == 2 and len(sums) == 1 and sums.shape[1] % K == 0
+        ):  # old files: one expert after another
+            sums = sums.reshape(-1, K)
+            counts = np.repeat(counts, len(sums))
         if sums.ndim != 2 or sums.shape[1] != K or not 0 <= expert < sums.shape[0]:
             shape = " x ".join(map(str, sums.shape[sums.shape[0] == 1 :]))
             raise UsageError(f"{self.where}: tensor {name} has {shape} inputs, not {K}: it is of another model")
