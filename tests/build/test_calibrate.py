@@ -225,6 +225,7 @@ def test_a_model_that_overflows_on_the_text_is_refused(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "x.gguf", tiny.metadata("llama"), tensors)
     with pytest.raises(SourceError, match=r"tensor blk\.1\.ffn_(gate|down)\.weight: on this text .* not finite"):
         make(source, tmp_path / "x.orkpack")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_codecs_all_round(gguf: Path, tmp_path: Path) -> None:

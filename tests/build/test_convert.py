@@ -222,11 +222,13 @@ def test_an_imatrix_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> N
     recipe, target = builtin("nf4").with_importance(), tmp_path / "x.orkpack"
     shorter = imatrix_of(tensors, **{"blk.1.attn_q.weight": np.ones((1, 32), np.float32)})
     negative = imatrix_of(tensors, **{"blk.1.attn_q.weight": np.full((1, 64), -1, np.float32)})
+    deeper = imatrix_of(tensors, **{"blk.2.attn_q.weight": np.ones((1, 64), np.float32)})
     lacking = imatrix_of({n: t for n, t in tensors.items() if n != "blk.1.attn_q.weight"})
     for imatrix, message in (
         (shorter, r"x\.imatrix: tensor blk\.1\.attn_q\.weight has 32 inputs, not 64: it is of another model"),
         (negative, r"x\.imatrix: tensor blk\.1\.attn_q\.weight holds a negative or infinite square"),
         (lacking, r"x\.imatrix: lists no tensor blk\.1\.attn_q\.weight: it is of another model"),
+        (deeper, r"x\.imatrix: lists blk\.2\.attn_q\.weight, a layer that is not there: it is of another model"),
         (None, "recipe nf4 weighs errors by importance: use `ork convert --imatrix FILE`"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -288,7 +288,7 @@ def test_a_number_that_is_none(tmp_path: Path) -> None:
             m.logits(TOKENS)
         with pytest.raises(SourceError):
             pack.finish()
-    assert not (tmp_path / "x.orkpack").exists()
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_a_tokenizer_that_cannot_be_leaves_nothing(tmp_path: Path) -> None:

@@ -148,6 +148,10 @@ def _check_importance(tensors: list[TensorPlan], recipe: Recipe, imatrix: Imatri
         )
     if imatrix is not None and not searched:
         raise UsageError(f"{imatrix.where}: of no use to recipe {recipe.name}, which searches no scales")
+    deepest = max((t.layer for t in tensors), default=-1)
+    for name in imatrix.sums if imatrix is not None else ():
+        if imatrix is not None and _layer(name) > deepest:
+            raise UsageError(f"{imatrix.where}: lists {name}, a layer that is not there: it is of another model")
     for t in searched:
         if imatrix is not None and (t.name in imatrix or t.name not in UNLISTED):
             imatrix.importance(t.name, t.shape[1])
