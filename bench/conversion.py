@@ -1,13 +1,15 @@
 """Converting a model: seconds and memory beside llama.cpp's quantiser, and what a killed conversion becomes.
 
     python bench/conversion.py [MODEL] [--resume-model MODEL] [--rounds 3] [--threads 2] [--max-ram 2G]
-                               [--only speed|resume] [--no-gptq] [--json FILE]
+                               [--only speed|resume] [--recipes NAME ...] [--json FILE]
 
 All start from the model's fair F16 file (`fair_reference.py`), which is read into the page cache before each run.
 ork's seconds are those of the process `ork convert`, from its start until the pack is on the disk (it is fsynced);
 llama.cpp's are those of `llama_model_quantize` alone, which leaves its file to the page cache. Programs take turns
 within a round; medians, with the least and the largest. A run begins when the machine is idle, if it becomes so within
-half a minute; what others used of the processor meanwhile is in the table, and times on a busy machine mean little.
+half a minute; what others used of the processor meanwhile is in the table, and times on a busy machine mean little:
+there the seconds of processor time, of the whole process, say more. What `mixed` takes before it writes is mostly
+measuring the model.
 
 Memory is polled every 10 ms over the process and its children: `own` is the peak of RssAnon + RssShmem, all that is not
 a mapped file; `--max-ram` bounds it, for it is meant beyond the mapped source. `whole` is the kernel's own peak, VmHWM,
@@ -28,6 +30,7 @@ import argparse
 import hashlib
 import json
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -56,16 +59,19 @@ ORK: dict[str, tuple[str, ...]] = {
     "mixed": ("--recipe", "mixed"),
     "mixed, GPTQ": ("--recipe", "mixed", "--gptq"),
 }
-GGML = ("Q8_0", "Q4_K_M")
+GPTQ = "mixed, GPTQ"
+GGML = {"int8": "Q8_0", "mixed": "Q4_K_M"}  # what each is compared with
 GOALS = (("ork int8", "ggml Q8_0", 1.0), ("ork mixed", "ggml Q4_K_M", 3.0))
 SLACK = 1.1  # of --max-ram
 
 
 @dataclass
 class Run:
-    """One process: seconds, peaks in bytes, what others used meanwhile in cores, when the pack's part appeared."""
+    """One process: seconds, and of processor time, peaks in bytes, what others used meanwhile in cores, when the pack's
+    part appeared."""
 
     seconds: float = 0.0
+    cpu: float = 0.0
     own: int = 0
     whole: int = 0
     others: float = 0.0
@@ -98,7 +104,7 @@ def family(pid: int) -> Iterator[int]:
 
 def watched(command: list[str], part: Path | None = None) -> Run:
     """Runs a program to its end. Ends this one if it fails."""
-    run, others, start = Run(), Others(), time.perf_counter()
+    run, others, before, start = Run(), Others(), cpu_of_children(), time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         ended = threading.Event()
 
@@ -118,8 +124,14 @@ def watched(command: list[str], part: Path | None = None) -> Run:
         watcher.join()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{errors[-2000:]}")
-    run.others = others.cores()
+    run.cpu, run.others = cpu_of_children() - before, others.cores()
     return run
+
+
+def cpu_of_children() -> float:
+    """Seconds that those which have ended used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def command_of(model: Path, pack: Path, options: tuple[str, ...], args: argparse.Namespace) -> list[str]:
@@ -156,10 +168,10 @@ def read_in(path: Path) -> None:
 
 def speed(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, list[Run]]:
     programs: dict[str, Callable[[], Run]] = {}
-    for name, kind in zip(ORK, (*GGML, None)):  # each of ours beside the peer it is compared with
-        if not (args.no_gptq and "--gptq" in ORK[name]):
-            programs[f"ork {name}"] = partial(convert, model, folder / f"{name}.orkpack", ORK[name], args)
-        if kind:
+    for name in args.recipes:
+        programs[f"ork {name}"] = partial(convert, model, folder / f"{name}.orkpack", ORK[name], args)
+        if name in GGML:
+            kind = GGML[name]
             programs[f"ggml {kind}"] = partial(quantise, model, folder / f"{kind}.gguf", kind, args.threads)
     runs: dict[str, list[Run]] = {name: [] for name in programs}
     for i in range(args.rounds):
@@ -177,8 +189,9 @@ def seconds_of(runs: list[Run]) -> float:
 
 def table(runs: dict[str, list[Run]]) -> str:
     lines = [
-        "| conversion | seconds | least - largest | of ggml's | goal | own memory, MiB | whole, MiB | others, cores |",
-        "|---|---|---|---|---|---|---|---|",
+        "| conversion | seconds | least - largest | before writing | of ggml's | goal | processor, s | own memory, MiB "
+        "| whole, MiB | others, cores |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     goals = {name: (peer, limit) for name, peer, limit in GOALS}
     for name, r in runs.items():
@@ -187,8 +200,10 @@ def table(runs: dict[str, list[Run]]) -> str:
         if name in goals:
             peer, limit = goals[name]
             ratio, goal = f"{seconds_of(r) / seconds_of(runs[peer]):.2f}", f"{limit:g}"
+        before = statistics.median(run.writing for run in r)
         lines.append(
-            f"| {name} | {seconds_of(r):.1f} | {min(seconds):.1f} - {max(seconds):.1f} | {ratio} | {goal} "
+            f"| {name} | {seconds_of(r):.1f} | {min(seconds):.1f} - {max(seconds):.1f} "
+            f"| {f'{before:.1f}' if before else ''} | {ratio} | {goal} | {statistics.median(run.cpu for run in r):.1f} "
             f"| {max(run.own for run in r) >> 20} | {max(run.whole for run in r) >> 20} "
             f"| {max(run.others for run in r):.1f} |"
         )
@@ -198,7 +213,7 @@ def table(runs: dict[str, list[Run]]) -> str:
 def missed_speed(runs: dict[str, list[Run]], max_ram: int) -> list[str]:
     missed = []
     for name, peer, limit in GOALS:
-        ratio = seconds_of(runs[name]) / seconds_of(runs[peer])
+        ratio = seconds_of(runs[name]) / seconds_of(runs[peer]) if name in runs else 0.0
         if ratio > limit:
             missed.append(f"{name}: {ratio:.2f} of the time of {peer}, more than {limit:g}")
     for name, r in runs.items():
@@ -288,7 +303,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-ram", default="2G", help="as ork convert takes it (default: 2G)")
     parser.add_argument("--only", choices=("speed", "resume"))
-    parser.add_argument("--no-gptq", action="store_true")
+    parser.add_argument("--recipes", nargs="+", choices=ORK, default=list(ORK), metavar="NAME", help="only these")
     parser.add_argument("--seed", type=int, default=SEED, help="of the moments of killing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -310,10 +325,9 @@ def main() -> int:
                 file.unlink()
         if args.only != "speed":
             rng = random.Random(args.seed)
-            rows = [resumed(recipe, model, folder, args, rng) for recipe in ("int8", "mixed")]
-            if not args.no_gptq:
-                other = fair_reference(gguf_file(args.resume_model), kept)
-                rows.append(resumed("mixed, GPTQ", other, folder, args, rng))
+            other = gguf_file(args.resume_model) if GPTQ in args.recipes else None
+            models = {name: fair_reference(other, kept) if other and name == GPTQ else model for name in args.recipes}
+            rows = [resumed(recipe, source, folder, args, rng) for recipe, source in models.items()]
             report["resume"] = rows
             print(f"\n{resume_table(rows)}")
             missed += [f"ork {r['recipe']}: resumed, the bytes differ" for r in rows if not r["equal"]]
