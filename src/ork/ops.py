@@ -141,6 +141,9 @@ class Ops:
         if self.observer is not None:
             self.observer(weights, x)
         results = [Array(x.rows, w.N) for w in weights]
+        if self.observer is not None:  # weights may not be held where inputs are all that is asked for
+            for out in results:
+                out.numpy()[:] = 0
         kinds = [(w.rows, self.device.activation_limit(w.codec) if w.rows else 0) for w in weights]
         for kind in dict.fromkeys(kinds):
             alike = [(w, out) for w, out, k in zip(weights, results, kinds) if k == kind]
@@ -284,13 +287,17 @@ class _ExpertPass:
             for e in needed:
                 self._observe(self.x, e, self.experts.layer.gate[e], self.experts.layer.up[e])
         gated: set[int] = set()
+        made: set[int] = set()
         for numbers, handles in ops.stream.experts(self.experts.layer, needed):
             self._up(numbers, handles)
+            made.update(e for e, (gate, up, _) in zip(numbers, handles) if gate and up)
             fresh = [e for e, (_, _, down) in zip(numbers, handles) if down and e not in gated]
             if fresh:
                 self._gate(sorted(fresh))
                 gated.update(fresh)
             self._down(numbers, handles)
+        if ops.observer is not None and made - gated:  # held without their down projections, for what those would read
+            self._gate(sorted(made - gated))
         return native.weighted_sum(self.y, self.routes)
 
     def _gather(self, x: Array) -> tuple[Array, list[native.QuantisedRows | None]]:

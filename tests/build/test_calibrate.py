@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,10 @@ from ork.api import LoadedModel
 from ork.build import calibrate
 from ork.build.calibrate import convert_calibrated
 from ork.build.convert import convert
+from ork.build.layerwise import SourceLayers
+from ork.build.workload import Input, Plain, within
 from ork.errors import SourceError, UsageError
+from ork.ops import Array, Weight
 from ork.pack.reader import Pack
 from ork.quant import codecs, gptq, rotation
 from ork.quant.recipe import Recipe, usual
@@ -32,7 +35,7 @@ RECIPE = PLAIN.with_gptq()
 def make(source: Path, target: Path, recipe: Recipe = RECIPE, text: str = TEXT, **options: object) -> bytes:
     options = {"tokens": TOKENS, "max_ram": 1 << 30, "workers": 1} | options
     with contextlib.closing(open_source(source)) as s:
-        assert convert_calibrated(s, target, recipe, text, **options) == []  # type: ignore[arg-type]
+        assert convert_calibrated(s, target, recipe, text, **options).lines() == []  # type: ignore[arg-type]
     return target.read_bytes()
 
 
@@ -154,9 +157,7 @@ def test_the_same_bytes_whatever_threads_memory_and_interruptions(
     with pytest.raises(Stop):
         make(gguf, target, progress=stop_at(5))  # of what the second layer and the head still need
     assert make(gguf, target) == want
-    monkeypatch.setattr(
-        calibrate, "_within", lambda inputs, room: [[part] for part in inputs]
-    )  # memory for one Hessian
+    monkeypatch.setattr(calibrate, "within", lambda inputs, room: within(inputs, 0))  # memory for one Hessian
     assert make(gguf, tmp_path / "z.orkpack") == want
 
 
@@ -200,7 +201,8 @@ def test_more_inputs_than_the_text_has_tokens_are_rounded_plainly_and_listed(tmp
     source = tiny.write(tmp_path / "x.gguf", tiny.metadata("llama", **{"llama.feed_forward_length": wide}), tensors)
     with contextlib.closing(open_source(source)) as s:
         listed = convert_calibrated(s, tmp_path / "x.orkpack", RECIPE, TEXT, tokens=calibrate.SEQUENCE)
-    assert listed == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    assert listed.tensors == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    assert listed.few == {}
     plainly(source, tmp_path / "plain.orkpack")
     for name, same in (("blk.1.ffn_down.weight", True), ("blk.1.ffn_up.weight", False)):
         assert np.array_equal(codes(tmp_path / "x.orkpack", name), codes(tmp_path / "plain.orkpack", name)) == same
@@ -237,3 +239,137 @@ def test_codecs_all_round(gguf: Path, tmp_path: Path) -> None:
         assert not np.array_equal(a, b)
         assert a.dtype == b.dtype == np.int8
         assert np.abs(a).max() <= codecs.SCHEMES[codec].top
+
+
+# --- experts: of 8, two a token; few rows reach those that the routers do not like
+
+EXPERTS = 8
+MIXTURE = Recipe("test", usual("i4", 32, gptq=True), (("token_embd", usual("f32")),))
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return tiny.moe_gguf(tmp_path / "moe.gguf", experts=EXPERTS)
+
+
+def mixture(source: Path, target: Path, recipe: Recipe = MIXTURE, **options: object) -> tuple[Plain, bytes]:
+    options = {"tokens": TOKENS, "max_ram": 1 << 30, "workers": 1} | options
+    with contextlib.closing(open_source(source)) as s:
+        plain = convert_calibrated(s, target, recipe, TEXT, **options)  # type: ignore[arg-type]
+    return plain, target.read_bytes()
+
+
+def read_by_experts(source: Path) -> dict[str, list[np.ndarray]]:
+    """The rows that each tensor of the first layer reads, by pass: with the source's weights, all in memory at once."""
+    seen: dict[str, list[np.ndarray]] = {}
+
+    def observe(weights: Sequence[Weight], x: Array) -> None:
+        for w in weights:
+            seen.setdefault(w.tensor.name, []).append(x.numpy().copy())
+
+    with contextlib.closing(open_source(source)) as s:
+        tokens = calibrate.tokens_of(Tokenizer.load(build_tokenizer(s.metadata)), TEXT, TOKENS)
+        layers = SourceLayers(s, 1)
+        layers.hold(0)
+        layers.ops.observer = observe
+        for at in range(0, len(tokens), calibrate.TOGETHER):
+            rows = layers.rows(tokens[at : at + calibrate.TOGETHER], np.zeros(1, np.int32))
+            layers.model.layer(0, layers.model.begin(rows))
+    return seen
+
+
+def test_an_expert_gets_the_codes_of_gptq_on_its_own_rows_or_those_of_plain_rounding(moe: Path, tmp_path: Path) -> None:
+    listed, _ = mixture(moe, tmp_path / "gptq.orkpack")
+    plainly(moe, tmp_path / "plain.orkpack", Recipe("test", usual("i4", 32), (("token_embd", usual("f32")),)))
+    seen = read_by_experts(moe)
+    few: dict[str, list[int]] = {}
+    for part in ("gate", "up", "down"):
+        stack = f"blk.0.ffn_{part}_exps.weight"
+        for e in range(EXPERTS):
+            name = f"{stack}#{e}"
+            found, plain = (codes(tmp_path / f"{p}.orkpack", name) for p in ("gptq", "plain"))
+            with contextlib.closing(open_source(moe)) as s:
+                table = s.rows(stack, 0, s.tensors[stack].rows)
+            weight = table.reshape(EXPERTS, -1, table.shape[1])[e]
+            K = weight.shape[1]
+            if sum(map(len, seen.get(name, []))) < K:
+                few.setdefault(stack, []).append(e)
+                assert np.array_equal(found, plain)
+                continue
+            with gptq.one_blas_thread():
+                hessian = gptq.Hessian(K)
+                for x in seen[name]:
+                    hessian.add(rotation.rotate_rows(x, K, "mix"))
+                rows = rotation.rotate_rows(weight, K, "mix")
+                want = gptq.gptq("i4", rows, gptq.factor(hessian), 32, search="mse")
+            assert np.array_equal(found, want.codes)
+            assert not np.array_equal(found, plain)
+    assert {stack: few.get(stack, []) for stack in few} == {s: n for s, n in listed.few.items() if "blk.0." in s}
+    assert all(0 < len(few[f"blk.0.ffn_{part}_exps.weight"]) < EXPERTS for part in ("gate", "up"))
+
+
+def test_experts_with_few_rows_are_listed_in_a_few_lines(moe: Path, tmp_path: Path) -> None:
+    listed, _ = mixture(moe, tmp_path / "x.orkpack")
+    few = {(stack[4], e) for stack, numbers in listed.few.items() for e in numbers}
+    told = listed.lines()
+    assert told[0].startswith(f"{len(few)} of {2 * EXPERTS} experts had fewer rows than inputs")
+    gate = [f"{i}: {len(listed.few[f'blk.{i}.ffn_gate_exps.weight'])}" for i in range(2)]
+    assert told[1] == f"  ffn_gate_exps, experts by layer: {', '.join(gate)}"
+    assert len(told) <= 4
+
+
+def test_a_mixture_has_the_same_bytes_whatever_threads_memory_and_interruptions(
+    moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, want = mixture(moe, tmp_path / "want.orkpack")
+    assert mixture(moe, tmp_path / "x.orkpack", workers=3) == (listed, want)
+    calls: list[int] = []
+    mixture(moe, tmp_path / "x.orkpack", progress=lambda done, total: calls.append(done))
+    first = calls.count(0)
+    for count in (first + 6, first + 20, first + 40, len(calls)):
+        target = tmp_path / f"{count}.orkpack"
+        with pytest.raises(Stop):
+            mixture(moe, target, progress=stop_at(count))
+        assert mixture(moe, target) == (listed, want)
+    together = []
+    for room in (0, 3 * 4 * 64**2):  # of one Hessian, of three of gate and up
+
+        def noted(inputs: Sequence[Input], _: int, room: int = room) -> Iterator[list[Input]]:
+            for some in within(inputs, room):
+                together.append(len(some))
+                yield some
+
+        monkeypatch.setattr(calibrate, "within", noted)
+        assert mixture(moe, tmp_path / f"room{room}.orkpack") == (listed, want)
+    assert set(together) >= {1, 2}
+
+
+def test_experts_see_what_the_layers_before_them_became(moe: Path, tmp_path: Path) -> None:
+    mixture(moe, tmp_path / "a.orkpack")
+    mixture(moe, tmp_path / "b.orkpack", MIXTURE.but([(r"blk\.0\.ffn_down_exps", usual("i8", gptq=True))]))
+    stack = "blk.1.ffn_down_exps.weight"
+    assert any(
+        not np.array_equal(*(codes(tmp_path / f"{p}.orkpack", f"{stack}#{e}") for p in "ab")) for e in range(EXPERTS)
+    )
+
+
+def test_a_mixtures_logits_are_nearer_to_those_in_f32(moe: Path, tmp_path: Path) -> None:
+    mixture(moe, tmp_path / "gptq.orkpack")
+    plainly(moe, tmp_path / "plain.orkpack", Recipe("p", usual("i4", 32), (("token_embd", usual("f32")),)))
+    plainly(moe, tmp_path / "f32.orkpack", Recipe("f32", usual("f32")))
+    with Pack.open(tmp_path / "f32.orkpack") as pack:
+        tokens = Tokenizer.load(pack.tokenizer).encode(TEXT)[:400]
+    calibrated, rounded, exact = (logits(tmp_path / f"{p}.orkpack", tokens) for p in ("gptq", "plain", "f32"))
+    assert np.square(calibrated - exact).mean() < 0.8 * np.square(rounded - exact).mean()
+
+
+def test_the_memory_of_a_mixture_is_that_of_a_few_experts(moe: Path, tmp_path: Path) -> None:
+    """Four times the experts ask for no more than their part of the pack."""
+    needs = []
+    for experts in (8, 32):
+        source = tiny.moe_gguf(tmp_path / f"{experts}.gguf", experts=experts, inner=128)
+        with pytest.raises(UsageError, match="needs") as refused:
+            mixture(source, tmp_path / "x.orkpack", max_ram=64 << 20)
+        needs.append(int(str(refused.value).split()[-2]))
+        assert mixture(source, tmp_path / "x.orkpack", max_ram=needs[-1] << 20)[0].experts == 2 * experts
+    assert needs[1] <= needs[0] + 2

@@ -20,7 +20,7 @@ from ork.build.importance import collect
 from ork.build.layerwise import SourceLayers
 from ork.cli.main import main
 from ork.engine.kvcache import Sequence
-from ork.errors import OrkError, SourceError, UsageError
+from ork.errors import OrkError, SourceError
 from ork.models import ARCHITECTURES, traits
 from ork.models.config import read_config
 from ork.pack import Pack
@@ -142,12 +142,16 @@ def test_a_stack_has_one_choice_and_each_expert_its_importance(tmp_path: Path) -
             assert {n.partition("#")[0] for n in differ} >= {stack, "blk.0.ffn_gate_exps.weight"}
 
 
-def test_gptq_says_that_it_is_not_for_experts(tmp_path: Path) -> None:
-    source = open_source(tiny.random_gguf(tmp_path / "m.gguf", "mixtral"))
-    recipe = builtin("i4").with_gptq()
-    with contextlib.closing(source), pytest.raises(UsageError, match="GPTQ is for models without experts"):
-        convert_calibrated(source, tmp_path / "m.orkpack", recipe, "some text " * 400, tokens=512)
-    assert not (tmp_path / "m.orkpack").exists()
+@pytest.mark.parametrize("arch", tiny.MOE)
+def test_gptq_rounds_what_experts_read_often_enough(arch: str, tmp_path: Path) -> None:
+    recipe = builtin("i4", rotate=False)
+    with contextlib.closing(open_source(tiny.random_gguf(tmp_path / "m.gguf", arch))) as source:
+        plain = convert_calibrated(source, tmp_path / "g.orkpack", recipe.with_gptq(), "some text " * 400, tokens=512)
+        convert(source, tmp_path / "p.orkpack", recipe)
+    few = {f"{stack}#{e}" for stack, numbers in plain.few.items() for e in numbers}
+    with Pack.open(tmp_path / "g.orkpack") as a, Pack.open(tmp_path / "p.orkpack") as b:
+        experts = {n for n in a.names() if "_exps" in n}
+        assert {n for n in experts if a.content(n) == b.content(n)} == few < experts
 
 
 # --- what listens to a pass

@@ -6,19 +6,24 @@ rows that the model will have, to make the next layer's input. Between layers al
 nothing else: a layer whose entries are all in the pack already, from a run that was interrupted, is only run the second
 way, to the same bits.
 
+Each routed expert has Hessians of its own, of the rows that the layer's router sends there: one for gate and up, one
+for down. They do not fit in memory together, so that the layer is run with the source's weights as often as it takes,
+each time with the gate and up projections of those experts alone whose down projections are listened to.
+
 What GPTQ does not round is converted first and as always: small tensors, the embedding (tied or not), tensors whose
-recipe does not ask for it, and those with more inputs than the text has rows, whose Hessian would say nothing.
+recipe does not ask for it, and those with more inputs than the text has rows, whose Hessian would say nothing. So are
+experts that get fewer rows than they have inputs, when the layer's first run has counted them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +44,12 @@ from ork.build.convert import (
     make_blob,
     plan_pack,
 )
-from ork.build.layerwise import EMBEDDING, HEAD, I32, Layers, SourceLayers
+from ork.build.layerwise import HEAD, I32, Layers, SourceLayers
+from ork.build.workload import SEQUENCE, TOGETHER, Input, Plain, Work, within
 from ork.errors import SourceError, UsageError
 from ork.measure.perplexity import cut
 from ork.models.layers import State
-from ork.ops import Array, Weight
+from ork.ops import Array, Routes, Weight
 from ork.pack.file import SliceFile, aligned
 from ork.pack.plan import PackPlan, TensorPlan
 from ork.pack.writer import PackWriter
@@ -55,12 +61,9 @@ from ork.sources.base import Source
 from ork.text.tokenizer import Tokenizer
 from ork.text.vocab import build_tokenizer
 
-SEQUENCE = 512  # tokens of the text that see each other
-TOGETHER = 2  # sequences in one pass
+MANY = 8  # Hessians, of experts: one thread each; of fewer, all threads share each one's tiles
 HEAD_ROWS = 64  # of the last rows, that look at the head in one go: it makes room for their logits
 DEFAULT_TOKENS = 16384
-FIXED_BYTES = 128 << 20  # what is there whatever the model
-SLICE_COPIES = 6  # of a slice as f32: rows as read and rotated, being compensated, errors, tiles
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -88,12 +91,12 @@ def convert_calibrated(
     workers: int | None = None,
     progress: Progress | None = None,
     announce: Callable[[], None] | None = None,
-) -> list[str]:
+) -> Plain:
     """Writes the pack `target` as `convert` does, tensors whose choice says `gptq` calibrated on `text`.
 
     Interrupted, it goes on at the first layer with an entry missing and ends with the same bytes, whatever `workers`
-    and `max_ram` are. Returns the tensors that were rounded plainly because `text` is too short for them. `progress`
-    counts bytes of the pack that GPTQ rounds. Raises SourceError, PackError, StorageError, UsageError.
+    and `max_ram` are. Returns what was rounded plainly because `text` has too few rows for it. `progress` counts bytes
+    of the pack that GPTQ rounds. Raises SourceError, PackError, StorageError, UsageError.
     """
     check_target(Path(target))
     check_recipe(source, recipe, allow_requantize=allow_requantize)
@@ -102,96 +105,38 @@ def convert_calibrated(
     seen = {"sequence": SEQUENCE, "tokens": sequences.size, "digest": xxhash.xxh3_128_hexdigest(sequences.tobytes())}
     plan = plan_pack(source, recipe, aids=replace(aids, calibration=seen), tokenizer=tokenizer)
     check_model(plan, source)
-    if any(t.expert >= 0 for t in plan.tensors):
-        raise UsageError(
-            f"{source.path}: GPTQ is for models without experts, each of which sees few rows of a text; use --imatrix"
-        )
-    threads = workers or os.cpu_count() or 1
-    work = _Work.of(plan, recipe, sequences, max_ram, threads)
+    layers = SourceLayers(source, workers or os.cpu_count() or 1)
+    work = Work.of(plan, recipe, layers.model.config, sequences, max_ram, layers.device.threads)
     if announce:
         announce()
-    with gptq.one_blas_thread(), ThreadPoolExecutor(threads) as pool, PackWriter.open(target, plan) as writer:
-        with contextlib.closing(_Run(source, work, writer, pool, aids, progress)) as run:
+    with gptq.one_blas_thread(), ThreadPoolExecutor(work.threads) as pool, PackWriter.open(target, plan) as writer:
+        with contextlib.closing(_Run(layers, work, writer, pool, aids, progress)) as run:
             run.everything()
         writer.finish()
     return work.plain
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What is to be done in which memory, known before anything is."""
-
-    plan: PackPlan
-    recipe: Recipe
-    sequences: I32  # [S, SEQUENCE]
-    names: frozenset[str]  # tensors that GPTQ rounds
-    plain: list[str]  # tensors that it should and cannot
-    hessians: int  # bytes of those that one pass sums up, if one alone is not more
-    threads: int
-    workers: int  # slices at a time
-
-    @classmethod
-    def of(cls, plan: PackPlan, recipe: Recipe, sequences: I32, max_ram: int, threads: int) -> _Work:
-        tensors = {t.name: t for t in plan.tensors}
-        asked = [t for t in plan.tensors if recipe.choose(t.name).gptq and t.name != EMBEDDING]
-        names = [t.name for t in asked if t.shape[1] <= sequences.size]
-        layers: dict[int, list[TensorPlan]] = {}
-        for t in plan.tensors:
-            layers.setdefault(t.layer, []).append(t)
-        layers.pop(-1)
-        weights = max(4 * sum(t.shape[0] * t.shape[1] for t in layer) for layer in layers.values())
-        row = max(4 * sum(sum(t.shape) for t in layer) for layer in layers.values())  # inputs and outputs
-        widest = max((tensors[n].shape[1] for n in names), default=0)
-        slices = [(tensors[n].shape[1], s) for n in names for s in plan.entries(n)]
-        largest = SLICE_COPIES * max((4 * K * (s.n1 - s.n0) for K, s in slices), default=0)
-
-        fixed = FIXED_BYTES + 2 * sum(map(len, plan.sections.values()))
-        fixed += 4 * sequences.size * tensors[EMBEDDING].shape[1]
-        passing = weights + TOGETHER * SEQUENCE * row
-        hessian = 4 * widest * widest
-        embedding = sum(s.nbytes for s in plan.entries(EMBEDDING))
-        least = fixed + max(hessian + max(passing, largest), embedding)
-        if max_ram < least:
-            raise UsageError(
-                f"--max-ram {max_ram >> 20} MiB is too little: GPTQ on {sequences.size} tokens of this model needs "
-                f"{(least >> 20) + 1} MiB"
-            )
-        return cls(
-            plan,
-            recipe,
-            sequences,
-            frozenset(names),
-            [t.name for t in asked if t.name not in names],
-            hessians=max_ram - fixed - passing,
-            threads=threads,
-            workers=max(1, min(threads, (max_ram - fixed - hessian) // max(largest, 1))),
-        )
-
-
-@dataclass(frozen=True)
-class _Input:
-    """Rows that some tensors read, rotated in one way."""
-
-    names: tuple[str, ...]
-    K: int
-    mode: str  # of rotation
 
 
 class _Run:
     """One conversion under way."""
 
     def __init__(
-        self, source: Source, work: _Work, writer: PackWriter, pool: Executor, aids: Aids, progress: Progress | None
+        self,
+        layers: SourceLayers,
+        work: Work,
+        writer: PackWriter,
+        pool: Executor,
+        aids: Aids,
+        progress: Progress | None,
     ):
-        self.source, self.work, self.writer, self.pool, self.aids = source, work, writer, pool, aids
+        self.float, self.source = layers, layers.source
+        self.work, self.writer, self.pool, self.aids = work, writer, pool, aids
         self.progress = progress
         self.missing = set(writer.missing())
         self.entries = {name: [s.entry for s in work.plan.entries(name)] for name in work.names}
         self.calibrated = {entry for entries in self.entries.values() for entry in entries}
         self.total = sum(map(work.plan.nbytes, self.calibrated))
         self.done = sum(map(work.plan.nbytes, self.calibrated - self.missing))
-        self.float = SourceLayers(source, work.threads)
-        self.part = _Part(work.plan, source, Path(writer.path))
+        self.part = _Part(work.plan, self.source, Path(writer.path))
         self.rounded = Layers(self.part, Stream(self.part, self.float.device), self.float.device)
 
     def to_do(self, name: str) -> list[int]:
@@ -201,7 +146,7 @@ class _Run:
     def everything(self) -> None:
         plainly = sorted(self.missing - self.calibrated)
         self.each(lambda e: self.writer.write(e, make_blob(self.work.plan, self.source, e, self.aids)), plainly)
-        layers = [i for i in range(self.rounded.model.config.layers) if any(map(self.to_do, self.of_layer(i)))]
+        layers = [i for i in range(self.rounded.model.config.layers) if self.has_to_see(i)]
         head = [name for name in self.work.names if name == HEAD and self.to_do(name)]
         if not layers and not head:
             return
@@ -216,14 +161,15 @@ class _Run:
         if head:
             self.round_head(states)
 
-    def of_layer(self, i: int) -> list[str]:
-        return [name for name in self.rounded.names(i) if name in self.work.names]
+    def has_to_see(self, i: int) -> bool:
+        """Whether a layer's inputs are to be seen: for what is missing, or to say which experts have few rows."""
+        return any("#" in name or self.to_do(name) for name in self.rounded.names(i) if name in self.work.names)
 
     def begin(self) -> list[State]:
         """The text's embedded rows, as the pack's own embedding gives them."""
         groups = [self.work.sequences[at : at + TOGETHER] for at in range(0, len(self.work.sequences), TOGETHER)]
         every = [self.rounded.rows(g, np.arange(g.size, dtype=np.int32)) for g in groups]
-        self.float.ops.cache = self.rounded.ops.cache
+        self.float.ops.cache, self.float.ops.conv = self.rounded.ops.cache, self.rounded.ops.conv
         with self.part.held(self.rounded):
             return [self.rounded.model.begin(rows) for rows in every]
 
@@ -232,15 +178,47 @@ class _Run:
         calls = self.calls(i)
         inputs = [part for call in calls for part in self.inputs_of(call) if any(map(self.to_do, part.names))]
         feeding = [name for call in calls[:-1] for name in call]  # what comes last makes no input of this layer
-        for some in _within(inputs, self.work.hessians):
-            hessians = {part: gptq.Hessian(part.K) for part in some}
-            for name in feeding:
-                self.float.held.hold(name, self.float.piece(name))
-            with self.observed(hessians):
-                for state in states:
-                    self.float.model.layer(i, state)
-            self.float.drop(i)
-            self.round(hessians)
+        experts = self.experts_of(i)
+        rows: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        for some in list(within(inputs, self.work.room)) or [[]]:
+            rows = self.listen(i, states, feeding, some)
+        enough = []
+        for expert, part in experts:
+            if rows[expert] < part.K:
+                self.plainly(part)
+            elif any(map(self.to_do, part.names)):
+                enough.append(part)
+        for some in within(enough, self.work.room):
+            self.listen(i, states, feeding, some)
+
+    def listen(
+        self, i: int, states: Sequence[State], feeding: Sequence[str], inputs: Sequence[Input]
+    ) -> npt.NDArray[np.int64]:
+        """Sums up some inputs of a layer and rounds what reads them; the rows [E] that each expert gets."""
+        hessians = {part: gptq.Hessian(part.K) for part in inputs}
+        experts = self.float.model.config.experts
+        rows = np.zeros(experts.count if experts else 0, np.int64)
+
+        def count(layer: int, routes: Routes) -> None:
+            rows[:] += np.diff(routes.offsets())
+
+        for name in dict.fromkeys([*feeding, *(name for part in inputs for name in part.behind)]):
+            self.float.held.hold(name, self.float.piece(name))
+        self.float.ops.router = count
+        with self.observed(hessians):
+            for state in states:
+                self.float.model.layer(i, state)
+        self.float.ops.router = None
+        self.float.drop(i)
+        self.round(hessians)
+        return rows
+
+    def plainly(self, part: Input) -> None:
+        """Rounds an expert's tensors as they would be without GPTQ, and notes it."""
+        for name in part.names:
+            self.work.plain.add(name)
+        entries = [entry for name in part.names for entry in self.to_do(name)]
+        self.each(lambda e: self.writer.write(e, make_blob(self.work.plan, self.source, e, self.aids)), entries)
 
     def round_head(self, states: Sequence[State]) -> None:
         (part,) = self.inputs_of([HEAD])
@@ -252,32 +230,50 @@ class _Run:
         self.round(hessians)
 
     def calls(self, i: int) -> list[list[str]]:
-        """The weights of each call of `Ops.linear` in a layer, in order: seen on one row that meets no weights."""
+        """The weights of each call of `Ops.linear` in a layer, in order: seen on one row that meets no weights. Routed
+        experts make a call of none."""
         seen: list[list[str]] = []
-        self.float.ops.observer = lambda weights, x: seen.append([w.tensor.name for w in weights])
+        self.float.ops.observer = lambda weights, x: seen.append(
+            [w.tensor.name for w in weights if "#" not in w.tensor.name]
+        )
         model, one = self.float.model, np.zeros(1, np.int32)
         model.layer(i, model.begin(self.rounded.rows(one.reshape(1, 1), one)))
         self.float.ops.observer = None
         return seen
 
-    def inputs_of(self, call: Sequence[str]) -> list[_Input]:
+    def inputs_of(self, call: Sequence[str]) -> list[Input]:
         """A call's inputs: one, unless its tensors are rotated in different ways."""
         by_way: dict[tuple[int, str], list[str]] = {}
         for name in call:
             if name in self.work.names:
                 item = self.part.tensors[name]
                 by_way.setdefault((item.shape[1], self.work.recipe.choose(name).rotation), []).append(name)
-        return [_Input(tuple(names), K, mode) for (K, mode), names in by_way.items()]
+        return [Input(tuple(names), K, mode) for (K, mode), names in by_way.items()]
+
+    def experts_of(self, i: int) -> list[tuple[int, Input]]:
+        """The inputs of a layer's routed experts with their numbers: what gate and up read, what down reads."""
+        found: list[tuple[int, Input]] = []
+        for layer in self.float.ops.expert_layers:
+            for e in range(len(layer)) if layer.layer == i else ():
+                gate, up, down = layer.tensors(e)
+                behind, nbytes = (gate.name, up.name), 4 * (gate.N * gate.K + up.N * up.K)
+                found += [(e, part) for part in self.inputs_of(behind)]
+                found += [
+                    (e, replace(part, behind=behind, behind_bytes=nbytes)) for part in self.inputs_of([down.name])
+                ]
+        return found
 
     @contextmanager
-    def observed(self, hessians: Mapping[_Input, gptq.Hessian]) -> Iterator[None]:
+    def observed(self, hessians: Mapping[Input, gptq.Hessian]) -> Iterator[None]:
         """Meanwhile the f32 model's inputs are summed up."""
 
+        readers: dict[str, list[Input]] = defaultdict(list)
+        for part in hessians:
+            readers[part.names[0]].append(part)
+
         def observe(weights: Sequence[Weight], x: Array) -> None:
-            names = {w.tensor.name for w in weights}
-            for part, hessian in hessians.items():
-                if names.issuperset(part.names):
-                    hessian.add(rotation.rotate_rows(x.numpy(), part.K, part.mode), self.pool)
+            for part in [part for w in weights for part in readers.get(w.tensor.name, ())]:
+                hessians[part].add(rotation.rotate_rows(x.numpy(), part.K, part.mode), self.pool)
 
         self.float.ops.observer = observe
         try:
@@ -285,17 +281,21 @@ class _Run:
         finally:
             self.float.ops.observer = None
 
-    def round(self, hessians: dict[_Input, gptq.Hessian]) -> None:
-        """Uses the Hessians up, one after the other: factor, and all slices of the tensors that share it."""
-        while hessians:
-            part, hessian = hessians.popitem()
+    def round(self, hessians: dict[Input, gptq.Hessian]) -> None:
+        """Uses the Hessians up: factors, in parallel within one or of many, then all slices that need them."""
+
+        def factor(part: Input, pool: Executor | None) -> gptq.Factor:
             try:
-                made = gptq.factor(hessian, self.pool)
+                return gptq.factor(hessians[part], pool)
             except FloatingPointError as error:
                 raise SourceError(f"{self.source.path}: tensor {part.names[0]}: on this text {error}") from None
-            del hessian
-            entries = [entry for name in part.names for entry in self.to_do(name)]
-            self.each(partial(self.round_slice, made), entries)
+
+        if len(hessians) > MANY:
+            factors = list(self.pool.map(lambda part: factor(part, None), hessians))
+        else:
+            factors = [factor(part, self.pool) for part in hessians]
+        made = {e: f for part, f in zip(hessians, factors) for name in part.names for e in self.to_do(name)}
+        self.each(lambda e: self.round_slice(made[e], e), list(made))
 
     def round_slice(self, made: gptq.Factor, entry: int) -> None:
         item, n0, n1 = self.work.plan.item(entry)
@@ -350,15 +350,3 @@ class _Part(PlannedSource):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _within(inputs: Sequence[_Input], room: int) -> Iterator[list[_Input]]:
-    """Runs of inputs whose Hessians fit in `room` bytes, at least one each."""
-    some: list[_Input] = []
-    for part in inputs:
-        if some and 4 * sum(p.K**2 for p in [*some, part]) > room:
-            yield some
-            some = []
-        some.append(part)
-    if some:
-        yield some

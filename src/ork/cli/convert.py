@@ -107,20 +107,20 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     size = target.stat().st_size
     say(f"{target}: {size_text(size)} in {seconds:.1f} s ({size_text(size / seconds)}/s), recipe {recipe.name}")
-    if plain:
-        say(f"{plain[0]}{f' and {len(plain) - 1} more' if plain[1:] else ''}: more inputs than the text has tokens, so "
-            "rounded without GPTQ; give a longer text, or more of it (--calibrate-tokens)")  # fmt: skip
+    for line in plain:
+        say(line)
     if text is not None:
         evaluate_pack(args, path, target, text)
     return 0
 
 
 def _calibrated(args: argparse.Namespace, source: Source, target: Path, recipe: Recipe, options: _Options) -> list[str]:
-    """Converts with GPTQ; the tensors that the text was too short for."""
+    """Converts with GPTQ; lines on what the text was too short for."""
     from ork.build.calibrate import DEFAULT_TOKENS, convert_calibrated
     from ork.build.importance import calibration_text
 
     text = read_text(args.calibrate) if args.calibrate else calibration_text()
     told = f"GPTQ on {args.calibrate or 'the text that comes with ork; --calibrate takes one nearer to your use'}"
     tokens = DEFAULT_TOKENS if args.calibrate_tokens is None else args.calibrate_tokens
-    return convert_calibrated(source, target, recipe, text, tokens=tokens, announce=partial(say, told), **options)
+    announce = partial(say, told)
+    return convert_calibrated(source, target, recipe, text, tokens=tokens, announce=announce, **options).lines()
