@@ -1,12 +1,13 @@
 // Products with 4-bit codes, and with int8 codes where groups along K have scales of their own. Included inside an ISA's
 // namespace, after its panel_*.h and kernels_linear.inl. Column blocks are 64 wide whatever the codec.
 //
-// Few rows: each reads the tiles in place, once, at the memory's speed. More rows: a stretch of K of one block is unpacked
-// into a panel in the L1 cache, which all rows then pass over. Both make the same exact sums of each group and the same
-// floats of them, so a row's result does not depend on which it took.
+// One row reads the tiles in place, once, at the memory's speed. More rows: a stretch of K of one block is unpacked into a
+// panel in the L1 cache, which all rows then pass over. Both make the same exact sums of each group and the same floats of
+// them, so a row's result does not depend on which it took.
 
 constexpr int64_t PANEL_K = 512 / CODE_BYTES;   // inputs of a panel: 32 KiB, beside a few rows
-constexpr int64_t ROWS_IN_PLACE = 6;            // up to as many, unpacking costs more than it saves
+constexpr int UNROLLED = ACT_STEPS > 1 ? ACT_STEPS : 32 / STEP_CODES;   // steps of a panel that are written out
+constexpr int64_t FEW_ROWS = 16, FEW_K = 64;   // few rows wait for memory: short stretches, so that it answers meanwhile
 
 struct AlignedBytes {
     explicit AlignedBytes(int64_t n) : p((uint8_t*)::operator new((size_t)n, std::align_val_t(64))) {}
@@ -19,32 +20,52 @@ struct AlignedBytes {
 constexpr int8_t I4_LEVELS[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 static inline const int8_t* level_table(Codec c) { return c == Codec::nf4 ? NF4_LEVELS : I4_LEVELS; }
 
-// A walk along K through one column of tiles (32 bytes a K whatever the codec): those of a K slice follow each other.
+// A walk along K through one column of tiles (32 bytes a K whatever the codec), then the next but `step - 1`: those of a K
+// slice follow each other. A second walk, AHEAD inputs on, says what to ask memory for.
 class Walk {
   public:
-    Walk(const Slice& s, int64_t column, int64_t k = 0) : ks_(s.ks), left_(s.ks - k % s.ks) {
-        const int64_t columns = s.n / (s.codec == Codec::i8 ? GROUP_I8 : GROUP_I4), length = 32 * s.ks;
-        p_ = s.codes + (k / s.ks * columns + column) * length + k % s.ks * 32;
-        jump_ = (columns - 1) * length;
-    }
-    int64_t run(int64_t most) const { return most < left_ ? most : left_; }   // inputs that lie together from here on
-    const uint8_t* take(int64_t inputs) {                                      // no more than that
+    Walk(const Slice& s, int64_t column, int64_t step, int64_t k = 0)
+        : s_(s), columns_(s.n / (s.codec == Codec::i8 ? GROUP_I8 : GROUP_I4)), step_(step), column_(column + k / s.Kp * step), k_(k % s.Kp) { find(); }
+    int64_t run() const { return left_; }   // inputs that lie together from here on
+    const uint8_t* take(int64_t inputs) {   // no more than that
         const uint8_t* p = p_;
         p_ += inputs * 32;
         left_ -= inputs;
-        if (left_ == 0) { p_ += jump_; left_ = ks_; }
+        if (left_ == 0) {
+            if ((k_ += s_.ks) == s_.Kp) { k_ = 0; column_ += step_; }
+            find();
+        }
         return p;
     }
 
   private:
+    void find() {
+        const int64_t in = k_ % s_.ks;
+        k_ -= in;   // from here on where the K slice begins
+        p_ = s_.codes + (k_ * columns_ + column_ * s_.ks + in) * 32;
+        left_ = s_.ks - in;
+    }
+    const Slice& s_;
+    const int64_t columns_, step_;
+    int64_t column_, k_, left_;
     const uint8_t* p_;
-    int64_t ks_, left_, jump_;
 };
 
+// Calls f(codes, inputs, ahead) along the next `inputs` of a walk: as many at a time as lie together here and ahead.
+template <class F> static inline void walk_on(Walk& walk, Walk& ahead, int64_t inputs, F&& f) {
+    while (inputs > 0) {
+        int64_t n = walk.run() < ahead.run() ? walk.run() : ahead.run();
+        if (n > inputs) n = inputs;
+        const uint8_t* next = ahead.take(n);
+        f(walk.take(n), n, next);
+        inputs -= n;
+    }
+}
+
 // Group scales of sixteen channels.
-static inline V16 group_scales(const Slice& s, int64_t block, int64_t groups, int64_t group, int c) {
-    if (s.codec == Codec::i8) return vload_half(s.group_scales + ((2 * block + c / 2) * groups + group) * 32 + c % 2 * 16);
-    return vload_half(s.group_scales + (block * groups + group) * 64 + 16 * c);
+static inline const uint16_t* group_scales(const Slice& s, int64_t block, int64_t groups, int64_t group, int c) {
+    if (s.codec == Codec::i8) return s.group_scales + ((2 * block + c / 2) * groups + group) * 32 + c % 2 * 16;
+    return s.group_scales + (block * groups + group) * 64 + 16 * c;
 }
 
 // What a group's sums become. `sums` of null: floats, else the sums themselves, [M][groups][stride].
@@ -76,147 +97,153 @@ static inline void add_bias(const GroupedJob& j, int64_t m, int64_t block, int c
 
 // --- in place ---------------------------------------------------------------------------------------------------------------
 
-// Sums of the next group of a row: `walk` holds the block's column of tiles, or int8's two.
-template <bool I8> static inline void sums_in_place(const int8_t* a, int64_t group, bool full_range, Levels levels, Walk (&walk)[2], I16 (&sums)[4]) {
-    if constexpr (!I8) {
-        for (int64_t k = 0, n; k < group; k += n) {
-            n = walk[0].run(group - k);
-            row_sums(walk[0].take(n), n / 32, a + k, levels, sums);
-        }
-    } else {
-        for (int64_t k = 0, n; k < group; k += n) {
-            n = walk[0].run(group - k);
-            for (int h = 0; h < 2; h++) row_sums_i8(walk[h].take(n), n / 32, a + k, full_range, sums[2 * h], sums[2 * h + 1]);
-        }
-    }
-}
-
 enum class Made { sums, one_scale, row_scales, both_scales };   // of a group: the integers; floats of one, by row or by both
 
 template <bool I8, Made MADE> static void rows_in_place(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
+    constexpr int C = I8 ? 2 : 4, G = 16 * C;   // sixteens of channels in a column of tiles
     const Rows& x = j.x;
     const Slice& s = j.s;
     const AlignedBytes split(I8 ? 64 : (m1 - m0) * x.Kp);
     const Levels levels = levels_of(level_table(s.codec));
     if (!I8) split_row(x.codes + m0 * x.Kp, (m1 - m0) * x.Kp, (int8_t*)split.p);
     const int64_t groups = j.groups, group = j.group;
-    constexpr int G = I8 ? GROUP_I8 : GROUP_I4;
-    for (int64_t b = b0; b < b1; b++)
+    for (int64_t column = b0 * 64 / G; column < b1 * 64 / G; column++) {
+        const int64_t b = column * G / 64;
+        const int c0 = (int)(column * G % 64 / 16);
         for (int64_t m = m0; m < m1; m++) {
             const int8_t* a = I8 ? x.codes + m * x.Kp : (const int8_t*)split.p + (m - m0) * x.Kp;
             const int32_t* code_sums = x.sums + m * groups;
             const float* scales = x.scales + m * groups;
-            const uint16_t* weight_scales = MADE == Made::both_scales ? s.group_scales + 64 * b * groups : nullptr;
-            Walk walk[2] = {{s, I8 ? 2 * b : b}, {s, I8 ? 2 * b + 1 : b}};
-            V16 y[4] = {vzero(), vzero(), vzero(), vzero()};
-            for (int64_t g = 0; g < groups; g++, a += group) {
-                const I16 start = starting_sum(code_sums[g]);
-                I16 sums[4] = {start, start, start, start};
-                sums_in_place<I8>(a, group, x.full_range, levels, walk, sums);
+            Walk walk(s, column, 1), ahead(s, column, 1, AHEAD);
+            const uint16_t* weight_scales = MADE == Made::both_scales ? s.group_scales + column * groups * G : nullptr;
+            V16 y[C];
+            for (V16& v : y) v = vzero();
+            for (int64_t g = 0; g < groups; g++) {
+                I16 sums[C];
+                for (I16& v : sums) v = starting_sum(code_sums[g]);
+                walk_on(walk, ahead, group, [&](const uint8_t* w, int64_t n, const uint8_t* next) {
+                    if constexpr (I8) row_sums_i8(w, n / 32, a, x.full_range, next, sums);
+                    else row_sums(w, n / 32, a, levels, next, sums);
+                    a += n;
+                });
                 const V16 scale = vset(scales[g]);
-                for (int c = 0; c < 4; c++) {
-                    if constexpr (MADE == Made::sums) istore(j.sum(m, g, b) + 16 * c, sums[c]);
-                    if constexpr (MADE == Made::one_scale) y[c] = vmul(vfloat(sums[c]), vmul(scale, vload(s.scales + 64 * b + 16 * c)));
+                if constexpr (MADE == Made::both_scales) for (int i = 0; i < G; i += 32) __builtin_prefetch(weight_scales + 512 + i);
+                for (int c = 0; c < C; c++) {
+                    if constexpr (MADE == Made::sums) istore(j.sum(m, g, b) + 16 * (c0 + c), sums[c]);
+                    if constexpr (MADE == Made::one_scale) y[c] = scaled_sum(j, m, b, c0 + c, sums[c]);
                     if constexpr (MADE == Made::row_scales) y[c] = vfma(vfloat(sums[c]), scale, y[c]);
-                    if constexpr (MADE == Made::both_scales) {
-                        const uint16_t* w = weight_scales + (16 * c / G * groups + g) * G + 16 * c % G;
-                        __builtin_prefetch(w + 512);
-                        y[c] = vfma(vfloat(sums[c]), vmul(scale, vload_half(w)), y[c]);
-                    }
+                    if constexpr (MADE == Made::both_scales) y[c] = vfma(vfloat(sums[c]), vmul(scale, vload_half(weight_scales + 16 * c)), y[c]);
                 }
+                if constexpr (MADE == Made::both_scales) weight_scales += G;
             }
-            if constexpr (MADE == Made::one_scale) for (int c = 0; c < 4; c++) add_bias(j, m, b, c, y[c]);
-            else if constexpr (MADE != Made::sums) for (int c = 0; c < 4; c++) add_bias(j, m, b, c, vmul(vload(s.scales + 64 * b + 16 * c), y[c]));
+            if constexpr (MADE != Made::sums)
+                for (int c = 0; c < C; c++) add_bias(j, m, b, c0 + c, MADE == Made::one_scale ? y[c] : vmul(vload(s.scales + 64 * b + 16 * (c0 + c)), y[c]));
         }
+    }
 }
 
 // --- panels -----------------------------------------------------------------------------------------------------------------
+
+// Rows as panels take them: in the order of their codes, and no power of two apart, or few sets of a cache would hold them all.
+struct Lot {
+    int64_t first, stride;
+    const int8_t* codes;     // [rows][stride]
+    const int32_t* starts;   // [rows][groups]
+    float* carry;            // [rows][64]: a block's floats, or the integers of the one group, so far
+};
 
 // A stretch of K of one block, unpacked: whole groups, or part of the one group that is all of K.
 struct Panel {
     const uint8_t* codes;
     const float* scales;   // [groups][64], or null
     int64_t block, k, length;
-    float* carry;          // [row - first][64]: the floats, or the integers of the one group, so far
-    int64_t first;
 };
 
-template <int S, int MR, size_t... J>
-static inline __attribute__((always_inline)) void panel_step(I16 (&acc)[sizeof...(J)], const uint8_t* w, const Act (&x)[MR], std::index_sequence<J...>) {
-    W16 u;
-    (([&] {
-         if constexpr (J % MR == 0) u = load_weights(w + 256 * S + 64 * (J / MR));
-         acc[J] = dot_step<S>(acc[J], u, x[J % MR]);
+// acc[i * NC + c] += codes of row i times those of the sixteen channels c, in step S of `w`.
+template <int S, int NC, size_t... I>
+static inline __attribute__((always_inline)) void panel_step(I16 (&acc)[sizeof...(I) * NC], const uint8_t* w, const int8_t* a, int64_t lda, std::index_sequence<I...>) {
+    W16 u[NC];
+    u[0] = load_weights(w + 256 * S);
+    if constexpr (NC > 1) u[1] = load_weights(w + 256 * S + 64);
+    if constexpr (NC > 2) u[2] = load_weights(w + 256 * S + 128);
+    if constexpr (NC > 3) u[3] = load_weights(w + 256 * S + 192);
+    (([&]() __attribute__((always_inline)) {
+         const Act x = load_act(a + (int64_t)I * lda + S / ACT_STEPS * ACT_STEPS * STEP_CODES);   // once for the steps that it serves
+         acc[I * NC] = dot_step<S % ACT_STEPS>(acc[I * NC], u[0], x);
+         if constexpr (NC > 1) acc[I * NC + 1] = dot_step<S % ACT_STEPS>(acc[I * NC + 1], u[1], x);
+         if constexpr (NC > 2) acc[I * NC + 2] = dot_step<S % ACT_STEPS>(acc[I * NC + 2], u[2], x);
+         if constexpr (NC > 3) acc[I * NC + 3] = dot_step<S % ACT_STEPS>(acc[I * NC + 3], u[3], x);
      }()), ...);
 }
-
-// Sums of MR rows with PANEL_NC sixteens of channels over `steps` steps, from what `start` says; `end` takes them.
-template <int MR, class Start, class End, size_t... J, size_t... S>
-static inline __attribute__((always_inline)) void panel_sums(const uint8_t* w, const int8_t* a, int64_t lda, int64_t steps, Start&& start, End&& end, std::index_sequence<J...> all, std::index_sequence<S...>) {
-    I16 acc[] = {start((int)(J % MR), (int)(J / MR))...};
-    const uint8_t* last = w + 256 * steps;
-    do {
-        Act x[MR];
-        x[0] = load_act(a);
-        if constexpr (MR > 1) x[1] = load_act(a + lda);
-        if constexpr (MR > 2) x[2] = load_act(a + 2 * lda);
-        if constexpr (MR > 3) x[3] = load_act(a + 3 * lda);
-        if constexpr (MR > 4) x[4] = load_act(a + 4 * lda);
-        if constexpr (MR > 5) x[5] = load_act(a + 5 * lda);
-        if constexpr (MR > 6) x[6] = load_act(a + 6 * lda);
-        if constexpr (MR > 7) x[7] = load_act(a + 7 * lda);
-        (panel_step<(int)S>(acc, w, x, all), ...);
-        w += 256 * ACT_STEPS;
-        a += STEP_CODES * ACT_STEPS;
-    } while (w != last);
-    (end((int)(J % MR), (int)(J / MR), acc[J]), ...);
+template <int MR, int NC, size_t... S>
+static inline __attribute__((always_inline)) void panel_steps(I16 (&acc)[MR * NC], const uint8_t* w, const int8_t* a, int64_t lda, std::index_sequence<S...>) {
+    (panel_step<(int)S, NC>(acc, w, a, lda, std::make_index_sequence<MR>()), ...);
 }
 
-// Rows m .. m + MR - 1 with a panel. What is carried from group to group lies in `y`, not in the output, whose rows may lie
+// Sums of MR rows with NC sixteens of channels over `steps` steps, from what `start` says; `end` takes them.
+template <int MR, int NC, class Start, class End, size_t... J>
+static inline __attribute__((always_inline)) void panel_sums(const uint8_t* w, const int8_t* a, int64_t lda, int64_t steps, Start&& start, End&& end, std::index_sequence<J...>) {
+    I16 acc[] = {start((int)(J / NC), (int)(J % NC))...};
+    const uint8_t* last = w + 256 * steps;
+    do {
+        panel_steps<MR, NC>(acc, w, a, lda, std::make_index_sequence<UNROLLED>());
+        w += 256 * UNROLLED;
+        a += STEP_CODES * UNROLLED;
+    } while (w != last);
+    (end((int)(J / NC), (int)(J % NC), acc[J]), ...);
+}
+
+// Rows m .. m + MR - 1 with a panel. What is carried from panel to panel lies in `to`, not in the output, whose rows may lie
 // a multiple of 4 KiB apart: loads would wait for stores that only look alike, and few sets of a cache would hold them all.
-template <int MR, bool SCALED> static inline void panel_groups(const GroupedJob& j, const Panel& p, int64_t m, float (*y)[64]) {
-    const int64_t groups = j.groups, group = j.group, lda = j.x.Kp, first = p.k / group, count = p.length / group, n = group / STEP_CODES;
-    const int8_t* a = j.x.codes + m * lda + p.k;
-    const int32_t* code_sums = j.x.sums + m * groups + first;
-    const float* row_scales = j.x.scales + m * groups + first;
-    for (int64_t g = 0; g < count; g++)
-        for (int c0 = 0; c0 < 4; c0 += PANEL_NC) {
-            asm volatile("" : : : "memory");   // or the compiler keeps y in registers that it then spills, beside y
-            I16 start[MR];
-            V16 scale[MR];
-            for (int i = 0; i < MR; i++) start[i] = starting_sum(code_sums[i * groups + g]);
-            const float* w = SCALED ? p.scales + 64 * g + 16 * c0 : nullptr;
-            panel_sums<MR>(p.codes + g * n * 256 + 64 * c0, a + g * group, lda, n, [&](int i, int) { return start[i]; }, [&](int i, int c, I16 sum) {
-                if (c == 0) scale[i] = vset(row_scales[i * groups + g]);
-                float* to = y[i] + 16 * (c0 + c);
-                vstore(to, vfma(vfloat(sum), SCALED ? vmul(scale[i], vload(w + 16 * c)) : scale[i], vload(to)));
-            }, std::make_index_sequence<MR * PANEL_NC>(), std::make_index_sequence<ACT_STEPS>());
+template <int MR, bool SCALED, size_t... J> static inline void panel_groups(const GroupedJob& j, const Lot& lot, const Panel& p, int64_t m, float (*to)[64], std::index_sequence<J...> all) {
+    constexpr int NC = panel_nc(MR);
+    const int64_t groups = j.groups, group = j.group, lda = lot.stride, first = p.k / group, count = p.length / group, n = group / STEP_CODES;
+    for (int c0 = 0; c0 < 4; c0 += NC) {
+        const int8_t* a = lot.codes + (m - lot.first) * lda + p.k;
+        const int32_t* starts = lot.starts + (m - lot.first) * groups + first;
+        const float* row_scales = j.x.scales + m * groups + first;
+        const float* scales = SCALED ? p.scales + 16 * c0 : nullptr;
+        const uint8_t* w = p.codes + 64 * c0;
+        V16 y[] = {vload(to[J / NC] + 16 * (c0 + J % NC))...};
+        for (int64_t g = 0; g < count; g++) {
+            panel_sums<MR, NC>(w, a, lda, n, [&](int i, int) { return iset(starts[i * groups]); }, [&](int i, int c, I16 sum) {
+                const V16 scale = vset(row_scales[i * groups]);
+                y[i * NC + c] = vfma(vfloat(sum), SCALED ? vmul(scale, vload(scales + 16 * c)) : scale, y[i * NC + c]);
+            }, all);
+            w += n * 256;
+            a += group;
+            starts++;
+            row_scales++;
+            if (SCALED) scales += 64;
         }
+        (vstore(to[J / NC] + 16 * (c0 + J % NC), y[J]), ...);
+    }
 }
 
 // The same where the integers are wanted, or rest in `sum(i, c)` from panel to panel because one group is all of K.
-template <int MR, class At> static inline void panel_integers(const GroupedJob& j, const Panel& p, int64_t m, int64_t g, int64_t k, int64_t length, At&& at) {
+template <int MR, class At> static inline void panel_integers(const GroupedJob& j, const Lot& lot, const Panel& p, int64_t m, int64_t g, int64_t k, int64_t length, At&& at) {
+    constexpr int NC = panel_nc(MR);
     const bool carried = k > g * j.group;
-    for (int c0 = 0; c0 < 4; c0 += PANEL_NC)
-        panel_sums<MR>(p.codes + (k - p.k) / STEP_CODES * 256 + 64 * c0, j.x.codes + m * j.x.Kp + k, j.x.Kp, length / STEP_CODES,
-                       [&](int i, int c) { return carried ? iload(at(i) + 16 * (c0 + c)) : starting_sum(j.x.sums[(m + i) * j.groups + g]); },
+    for (int c0 = 0; c0 < 4; c0 += NC)
+        panel_sums<MR, NC>(p.codes + (k - p.k) / STEP_CODES * 256 + 64 * c0, lot.codes + (m - lot.first) * lot.stride + k, lot.stride, length / STEP_CODES,
+                       [&](int i, int c) { return carried ? iload(at(i) + 16 * (c0 + c)) : iset(lot.starts[(m - lot.first + i) * j.groups + g]); },
                        [&](int i, int c, I16 sum) { istore(at(i) + 16 * (c0 + c), sum); },
-                       std::make_index_sequence<MR * PANEL_NC>(), std::make_index_sequence<ACT_STEPS>());
+                       std::make_index_sequence<MR * NC>());
 }
 
-template <int MR> static inline void panel_rows(const GroupedJob& j, const Panel& p, int64_t m) {
+template <int MR> static inline void panel_rows(const GroupedJob& j, const Lot& lot, const Panel& p, int64_t m) {
     if (j.sums) {
         const int64_t step = j.group < p.length ? j.group : p.length;
         for (int64_t k = p.k; k < p.k + p.length; k += step)
-            panel_integers<MR>(j, p, m, k / j.group, k, step, [&](int i) { return j.sum(m + i, k / j.group, p.block); });
+            panel_integers<MR>(j, lot, p, m, k / j.group, k, step, [&](int i) { return j.sum(m + i, k / j.group, p.block); });
         return;
     }
-    float (*y)[64] = (float (*)[64])(p.carry + 64 * (m - p.first));
-    if (!j.x.group) panel_integers<MR>(j, p, m, 0, p.k, p.length, [&](int i) { return (int32_t*)y[i]; });
+    float (*y)[64] = (float (*)[64])(lot.carry + 64 * (m - lot.first));
+    if (!j.x.group) panel_integers<MR>(j, lot, p, m, 0, p.k, p.length, [&](int i) { return (int32_t*)y[i]; });
     else {
         if (p.k == 0) __builtin_memset(y, 0, sizeof(float) * 64 * MR);
-        if (p.scales) panel_groups<MR, true>(j, p, m, y);
-        else panel_groups<MR, false>(j, p, m, y);
+        if (p.scales) panel_groups<MR, true>(j, lot, p, m, y, std::make_index_sequence<MR * panel_nc(MR)>());
+        else panel_groups<MR, false>(j, lot, p, m, y, std::make_index_sequence<MR * panel_nc(MR)>());
     }
     if (p.k + p.length < j.s.Kp) return;
     for (int i = 0; i < MR; i++)
@@ -225,45 +252,67 @@ template <int MR> static inline void panel_rows(const GroupedJob& j, const Panel
                                                      : scaled_sum(j, m + i, p.block, c, iload((const int32_t*)y[i] + 16 * c)));
 }
 
-static void unpack(const GroupedJob& j, Levels levels, int64_t block, int64_t k, int64_t length, uint8_t* codes, float* scales) {
-    const Slice& s = j.s;
-    const bool i8 = s.codec == Codec::i8;
-    Walk walk[2] = {{s, i8 ? 2 * block : block, k}, {s, i8 ? 2 * block + 1 : block, k}};
-    for (int64_t i = 0; i < length; i += 32) {
-        uint8_t* to = codes + i / STEP_CODES * 256;
-        if (!i8) unpack_4bit(walk[0].take(32), levels, to);
-        else for (int h = 0; h < 2; h++) unpack_i8(walk[h].take(32), to + 128 * h);
+// One or two columns of tiles, and where they will be AHEAD inputs on.
+struct BlockWalk {
+    bool i8;
+    Walk walk[2], ahead[2];
+    BlockWalk(const Slice& s, int64_t block) : BlockWalk(s, s.codec == Codec::i8 ? 2 : 1, block) {}
+    BlockWalk(const Slice& s, int64_t n, int64_t block)
+        : i8(n == 2), walk{{s, n * block, n}, {s, n * block + 1, n}}, ahead{{s, n * block, n, AHEAD}, {s, n * block + 1, n, AHEAD}} {}
+    void unpack(Levels levels, int64_t length, uint8_t* codes) {
+        for (int h = 0; h < 1 + i8; h++) {
+            uint8_t* to = codes + 128 * h;
+            walk_on(walk[h], ahead[h], length, [&](const uint8_t* w, int64_t n, const uint8_t* next) {
+                for (int64_t i = 0; i < n; i += 32, w += 1024, next += 1024, to += 32 / STEP_CODES * 256) {
+                    if (i8) unpack_i8(w, to);
+                    else unpack_4bit(w, levels, to);
+                    for (int l = 0; l < 1024; l += 64) __builtin_prefetch(next + l);
+                }
+            });
+        }
     }
-    if (scales)
-        for (int64_t g = 0; g < length / s.group; g++)
-            for (int c = 0; c < 4; c++) vstore(scales + 64 * g + 16 * c, group_scales(s, block, j.groups, k / s.group + g, c));
+};
+
+static void unpack_scales(const GroupedJob& j, int64_t block, int64_t k, int64_t length, float* scales) {
+    for (int64_t g = 0; g < length / j.group; g++)
+        for (int c = 0; c < 4; c++) {
+            const uint16_t* from = group_scales(j.s, block, j.groups, k / j.group + g, c);
+            __builtin_prefetch(from + 512);
+            vstore(scales + 64 * g + 16 * c, vload_half(from));
+        }
 }
 
 // As many rows at a time as fit the L2 cache, but not so few that unpacking for each lot shows.
 static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
-    const int64_t K = j.s.Kp, whole = j.x.group ? (PANEL_K < j.group ? j.group : PANEL_K / j.group * j.group) : PANEL_K;
+    const int64_t K = j.s.Kp, least = m1 - m0 > FEW_ROWS ? PANEL_K : FEW_K, whole = !j.x.group ? least : j.group > least ? j.group : least / j.group * j.group;
     const int64_t longest = whole < K ? whole : K, code_bytes = longest * 64 * CODE_BYTES, scale_bytes = j.s.group ? longest / j.s.group * 256 : 0;
-    const int64_t fit = L2_ROWS_BYTES / K, lot = (fit < 128 ? 128 : fit > 512 ? 512 : fit) / PANEL_MR * PANEL_MR, most = lot < m1 - m0 ? lot : m1 - m0;
-    const AlignedBytes memory(code_bytes + scale_bytes + most * 256);
+    const int64_t fit = L2_ROWS_BYTES / K, fitting = (fit < 128 ? 128 : fit > 512 ? 512 : fit) / PANEL_MR * PANEL_MR, most = fitting < m1 - m0 ? fitting : m1 - m0;
+    const int64_t stride = ((K + 63) / 64 | 1) * 64, start_bytes = (most * j.groups * 4 + 63) / 64 * 64;
+    const AlignedBytes memory(code_bytes + scale_bytes + most * 256 + most * stride + start_bytes);
     float* scales = j.s.group && !j.sums ? (float*)(memory.p + code_bytes) : nullptr;
     float* carry = (float*)(memory.p + code_bytes + scale_bytes);
+    int8_t* codes = (int8_t*)(carry + most * 64);
+    int32_t* starts = (int32_t*)(codes + most * stride);
     const Levels levels = levels_of(level_table(j.s.codec));
-    for (int64_t first = m0; first < m1; first += lot) {
-        const int64_t end = first + lot < m1 ? first + lot : m1;
-        for (int64_t b = b0; b < b1; b++)
+    for (int64_t first = m0; first < m1; first += most) {
+        const int64_t end = first + most < m1 ? first + most : m1;
+        for (int64_t m = first; m < end; m++) {
+            const int8_t* row = j.x.codes + m * K;
+            if (j.s.codec == Codec::i8) __builtin_memcpy(codes + (m - first) * stride, row, (size_t)K);
+            else split_row(row, K, codes + (m - first) * stride);
+        }
+        for (int64_t i = 0; i < (end - first) * j.groups; i++) starts[i] = (int32_t)((uint32_t)-CORRECTION * (uint32_t)j.x.sums[first * j.groups + i]);
+        const Lot lot = {first, stride, codes, starts, carry};
+        BlockWalk walk(j.s, b0);
+        for (int64_t b = b0; b < b1; b++) {
             for (int64_t k = 0; k < K; k += longest) {
                 const int64_t length = longest < K - k ? longest : K - k;
-                unpack(j, levels, b, k, length, memory.p, scales);
-                const Panel p = {memory.p, scales, b, k, length, carry, first};
-                // meanwhile the next stretch comes into the cache: few rows are done before memory would answer
-                const int64_t panels = (end - first + PANEL_MR - 1) / PANEL_MR, share = (length * 32 / panels + 63) / 64 * 64;
-                const char* next = (const char*)j.s.codes + 32 * (b * j.s.ks + k + length);   // where K is one slice
-                for_panels<PANEL_MR>(first, end, [&](auto rows, int64_t m) {
-                    for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i);
-                    next += share;
-                    panel_rows<decltype(rows)::value>(j, p, m);
-                });
+                walk.unpack(levels, length, memory.p);
+                if (scales) unpack_scales(j, b, k, length, scales);
+                const Panel p = {memory.p, scales, b, k, length};
+                for_panels<PANEL_MR>(first, end, [&](auto rows, int64_t m) { panel_rows<decltype(rows)::value>(j, lot, p, m); });
             }
+        }
     }
 }
 

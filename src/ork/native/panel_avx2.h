@@ -9,12 +9,14 @@ using Levels = __m256i;
 static inline Levels levels_signed(const int8_t* table) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)); }
 
 #ifdef __AVXVNNI__
-constexpr int PANEL_MR = 3, PANEL_NC = 2;
+constexpr int PANEL_MR = 3, ROWS_IN_PLACE = 2;
+constexpr int panel_nc(int) { return 2; }
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 static inline Levels levels_of(const int8_t* table) { return _mm256_xor_si256(levels_signed(table), _mm256_set1_epi8((char)0x80)); }
 static inline __m256i dot_levels(__m256i acc, __m256i w, __m256i a, __m256i) { return dot32(acc, w, a); }
 #else
-constexpr int PANEL_MR = 3, PANEL_NC = 2;
+constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 6;
+constexpr int panel_nc(int) { return 1; }
 constexpr int STEP_CODES = 2, ACT_STEPS = 4, CODE_BYTES = 2;
 static inline Levels levels_of(const int8_t* table) { return levels_signed(table); }
 static inline __m256i dot_levels(__m256i acc, __m256i w, __m256i a, __m256i size) {
@@ -28,6 +30,12 @@ static inline __m256i expand(const uint8_t* p, Levels levels) {
     return _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 4)), _mm256_set1_epi16(0x0f0f)));
 }
 
+// The same in the order of split_row: the even ones, then the odd ones.
+static inline __m256i expand_split(const uint8_t* p, Levels levels) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)p);
+    return _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(x, 4), x), _mm256_set1_epi8(15)));
+}
+
 static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
     const __m256i order = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     for (int64_t k = 0; k < n; k += 32) {
@@ -36,13 +44,13 @@ static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
     }
 }
 
-constexpr int AHEAD = 8192;   // as on AVX-512
+constexpr int AHEAD = 256;   // inputs, as on AVX-512
 
 // Eight channels: partial sums of two in a register, added across.
-static inline __m256i eighth(const uint8_t* w, Levels levels, __m256i even, __m256i odd, __m256i even_size, __m256i odd_size) {
+static inline __m256i eighth(const uint8_t* w, const uint8_t* next, Levels levels, __m256i even, __m256i odd, __m256i even_size, __m256i odd_size) {
     const __m256i low = _mm256_set1_epi8(15);
     __m256i c[4];
-#define PART(i) { const __m256i v = _mm256_loadu_si256((const __m256i*)(w + 32 * i)); if (i % 2 == 0) __builtin_prefetch(w + 32 * i + AHEAD); \
+#define PART(i) { const __m256i v = _mm256_loadu_si256((const __m256i*)(w + 32 * i)); if (i % 2 == 0) __builtin_prefetch(next + 32 * i); \
         c[i] = dot_levels(_mm256_setzero_si256(), _mm256_shuffle_epi8(levels, _mm256_and_si256(v, low)), even, even_size); \
         c[i] = dot_levels(c[i], _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_srli_epi16(v, 4), low)), odd, odd_size); }
     PART(0) PART(1) PART(2) PART(3)
@@ -50,25 +58,25 @@ static inline __m256i eighth(const uint8_t* w, Levels levels, __m256i even, __m2
     return _mm256_hadd_epi32(_mm256_hadd_epi32(c[0], c[1]), _mm256_hadd_epi32(c[2], c[3]));
 }
 
-static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, I16 (&sums)[4]) {
+static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, const uint8_t* next, I16 (&sums)[4]) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    for (int64_t t = 0; t < tiles; t++, w += 1024, a += 32) {
+    for (int64_t t = 0; t < tiles; t++, w += 1024, next += 1024, a += 32) {
         const __m256i even = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)a)), even_size = _mm256_abs_epi8(even);
         const __m256i odd = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(a + 16))), odd_size = _mm256_abs_epi8(odd);
-        auto add = [&](__m256i& sum, const uint8_t* p) {
-            sum = _mm256_add_epi32(sum, _mm256_permutevar8x32_epi32(eighth(p, levels, even, odd, even_size, odd_size), order));
+        auto add = [&](__m256i& sum, int at) {
+            sum = _mm256_add_epi32(sum, _mm256_permutevar8x32_epi32(eighth(w + at, next + at, levels, even, odd, even_size, odd_size), order));
         };
-        add(sums[0].a, w);       add(sums[0].b, w + 128); add(sums[1].a, w + 256); add(sums[1].b, w + 384);
-        add(sums[2].a, w + 512); add(sums[2].b, w + 640); add(sums[3].a, w + 768); add(sums[3].b, w + 896);
+        add(sums[0].a, 0);   add(sums[0].b, 128); add(sums[1].a, 256); add(sums[1].b, 384);
+        add(sums[2].a, 512); add(sums[2].b, 640); add(sums[3].a, 768); add(sums[3].b, 896);
     }
 }
 
 // The same of one int8 tile column: 32 channels.
-static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, I16& first, I16& second) {
-    alignas(64) int32_t sums[1][32] = {};
-    tile_i8<1>(a, 0, w, tiles, sums, full_range);
-    first = iadd(first, iload(sums[0]));
-    second = iadd(second, iload(sums[0] + 16));
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, const uint8_t*, I16 (&sums)[2]) {
+    alignas(64) int32_t made[1][32] = {};
+    tile_i8<1>(a, 0, w, tiles, made, full_range);
+    sums[0] = iadd(sums[0], iload(made[0]));
+    sums[1] = iadd(sums[1], iload(made[0] + 16));
 }
 
 template <class Channel> static inline void transpose8(Channel&& channel, uint8_t* out) {   // channel(i): eight steps of one channel
@@ -100,7 +108,7 @@ template <class Channel> static inline void unpack8(Channel&& channel, uint8_t* 
 }
 
 static inline void unpack_4bit(const uint8_t* tile, Levels levels, uint8_t* panel) {
-    for (int c = 0; c < 64; c += 8) unpack8([&](int i) { return expand(tile + 16 * (c + i), levels); }, panel + 4 * c);
+    for (int c = 0; c < 64; c += 8) unpack8([&](int i) { return expand_split(tile + 16 * (c + i), levels); }, panel + 4 * c);
 }
 static inline void unpack_i8(const uint8_t* tile, uint8_t* panel) {
     for (int c = 0; c < 32; c += 8)

@@ -3,7 +3,8 @@
 #include <immintrin.h>
 #include <cstdint>
 
-constexpr int PANEL_MR = 8, PANEL_NC = 2;   // 24 accumulators, 6 activations, a weight
+constexpr int PANEL_MR = 6, ROWS_IN_PLACE = 1;
+constexpr int panel_nc(int rows) { return rows > 3 ? 2 : 4; }   // up to 16 accumulators, 8 activations, a weight
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 
 using Levels = __m512i;   // the same 16 bytes in every 128-bit lane
@@ -30,13 +31,13 @@ static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
     }
 }
 
-constexpr int AHEAD = 8192;   // a tile takes as long as a fifth of a memory access, and two fit the reorder buffer
+constexpr int AHEAD = 256;   // inputs: a tile of 32 takes as long as a fifth of a memory access, and two fit the reorder buffer
 
 // Sixteen channels: partial sums of four in a register, added across.
-static inline __m512i quarter(__m512i sum, const uint8_t* w, Levels levels, __m512i even, __m512i odd) {
+static inline __m512i quarter(__m512i sum, const uint8_t* w, const uint8_t* next, Levels levels, __m512i even, __m512i odd) {
     const __m512i low = _mm512_set1_epi8(15);
     __m512i c[4];
-#define PART(i) { const __m512i v = _mm512_loadu_si512(w + 64 * i); __builtin_prefetch(w + 64 * i + AHEAD); \
+#define PART(i) { const __m512i v = _mm512_loadu_si512(w + 64 * i); __builtin_prefetch(next + 64 * i); \
         c[i] = dot64(_mm512_setzero_si512(), _mm512_shuffle_epi8(levels, _mm512_and_si512(v, low)), even); \
         c[i] = dot64(c[i], _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(v, 4), low)), odd); }
     PART(0) PART(1) PART(2) PART(3)
@@ -46,15 +47,15 @@ static inline __m512i quarter(__m512i sum, const uint8_t* w, Levels levels, __m5
     return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_unpacklo_epi64(p, q), _mm512_unpackhi_epi64(p, q)));
 }
 
-static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, I16 (&sums)[4]) {
+static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, const uint8_t* next, I16 (&sums)[4]) {
     __m512i s0 = _mm512_setzero_si512(), s1 = s0, s2 = s0, s3 = s0;   // channel 4 * i + lane at 4 * lane + i
-    for (int64_t t = 0; t < tiles; t++, w += 1024, a += 32) {
+    for (int64_t t = 0; t < tiles; t++, w += 1024, next += 1024, a += 32) {
         const __m512i even = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)a));
         const __m512i odd = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(a + 16)));
-        s0 = quarter(s0, w, levels, even, odd);
-        s1 = quarter(s1, w + 256, levels, even, odd);
-        s2 = quarter(s2, w + 512, levels, even, odd);
-        s3 = quarter(s3, w + 768, levels, even, odd);
+        s0 = quarter(s0, w, next, levels, even, odd);
+        s1 = quarter(s1, w + 256, next + 256, levels, even, odd);
+        s2 = quarter(s2, w + 512, next + 512, levels, even, odd);
+        s3 = quarter(s3, w + 768, next + 768, levels, even, odd);
     }
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     sums[0] = _mm512_add_epi32(sums[0], _mm512_permutexvar_epi32(order, s0));
@@ -64,10 +65,10 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
 }
 
 // Sixteen int8 channels: partial sums of two in a register, added across.
-static inline __m512i half_i8(__m512i sum, const uint8_t* w, __m512i a) {
+static inline __m512i half_i8(__m512i sum, const uint8_t* w, const uint8_t* next, __m512i a) {
     const __m512i flip = _mm512_set1_epi8((char)0x80), order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     __m512i v[8], p[4], q[2];
-#define PART(i) v[i] = dot64(_mm512_setzero_si512(), _mm512_xor_si512(_mm512_loadu_si512(w + 64 * i), flip), a); __builtin_prefetch(w + 64 * i + AHEAD);
+#define PART(i) v[i] = dot64(_mm512_setzero_si512(), _mm512_xor_si512(_mm512_loadu_si512(w + 64 * i), flip), a); __builtin_prefetch(next + 64 * i);
     PART(0) PART(1) PART(2) PART(3) PART(4) PART(5) PART(6) PART(7)
 #undef PART
 #define ADD(r, bits, a, b) r = _mm512_add_epi32(_mm512_unpacklo_epi##bits(a, b), _mm512_unpackhi_epi##bits(a, b));
@@ -78,23 +79,23 @@ static inline __m512i half_i8(__m512i sum, const uint8_t* w, __m512i a) {
     return _mm512_add_epi32(sum, _mm512_permutexvar_epi32(order, s));
 }
 
-static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool, I16& first, I16& second) {
-    for (int64_t t = 0; t < tiles; t++, w += 1024, a += 32) {
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool, const uint8_t* next, I16 (&sums)[2]) {
+    for (int64_t t = 0; t < tiles; t++, w += 1024, next += 1024, a += 32) {
         const __m512i x = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)a));
-        first = half_i8(first, w, x);
-        second = half_i8(second, w + 512, x);
+        sums[0] = half_i8(sums[0], w, next, x);
+        sums[1] = half_i8(sums[1], w + 512, next + 512, x);
     }
 }
 
 // Four registers of four channels by four steps -> four steps of sixteen channels.
-static inline void transpose4(__m512i q0, __m512i q1, __m512i q2, __m512i q3, uint8_t* out) {
+static inline void transpose4(__m512i q0, __m512i q1, __m512i q2, __m512i q3, __m512i (&out)[4]) {
     const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29), second = _mm512_add_epi32(first, _mm512_set1_epi32(2));
     const __m512i a = _mm512_permutex2var_epi32(q0, first, q1), b = _mm512_permutex2var_epi32(q2, first, q3);
     const __m512i c = _mm512_permutex2var_epi32(q0, second, q1), d = _mm512_permutex2var_epi32(q2, second, q3);
-    _mm512_store_si512(out, _mm512_shuffle_i64x2(a, b, 0x44));
-    _mm512_store_si512(out + 256, _mm512_shuffle_i64x2(a, b, 0xEE));
-    _mm512_store_si512(out + 512, _mm512_shuffle_i64x2(c, d, 0x44));
-    _mm512_store_si512(out + 768, _mm512_shuffle_i64x2(c, d, 0xEE));
+    out[0] = _mm512_shuffle_i64x2(a, b, 0x44);
+    out[1] = _mm512_shuffle_i64x2(a, b, 0xEE);
+    out[2] = _mm512_shuffle_i64x2(c, d, 0x44);
+    out[3] = _mm512_shuffle_i64x2(c, d, 0xEE);
 }
 
 template <class Pair> static inline void unpack16(Pair&& pair, uint8_t* panel) {   // pair(i): channels 2i and 2i + 1
@@ -102,12 +103,25 @@ template <class Pair> static inline void unpack16(Pair&& pair, uint8_t* panel) {
 #define FOUR(i) { const __m512i a = pair(2 * i), b = pair(2 * i + 1); lo[i] = _mm512_shuffle_i32x4(a, b, 0x88); hi[i] = _mm512_shuffle_i32x4(a, b, 0xDD); }
     FOUR(0) FOUR(1) FOUR(2) FOUR(3)
 #undef FOUR
-    transpose4(lo[0], lo[1], lo[2], lo[3], panel);
-    transpose4(hi[0], hi[1], hi[2], hi[3], panel + 1024);
+    __m512i first[4], second[4];
+    transpose4(lo[0], lo[1], lo[2], lo[3], first);
+    transpose4(hi[0], hi[1], hi[2], hi[3], second);
+    for (int i = 0; i < 4; i++) {
+        _mm512_store_si512(panel + 256 * i, first[i]);
+        _mm512_store_si512(panel + 256 * (4 + i), second[i]);
+    }
 }
 
 static inline void unpack_4bit(const uint8_t* tile, Levels levels, uint8_t* panel) {
-    for (int c = 0; c < 4; c++) unpack16([&](int i) { return expand(tile + 256 * c + 32 * i, levels); }, panel + 64 * c);
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int c = 0; c < 4; c++, tile += 256, panel += 64) {   // eight codes of a channel move together, then come apart
+        __m512i q[4];
+        transpose4(_mm512_loadu_si512(tile), _mm512_loadu_si512(tile + 64), _mm512_loadu_si512(tile + 128), _mm512_loadu_si512(tile + 192), q);
+        for (int i = 0; i < 4; i++) {
+            _mm512_store_si512(panel + 256 * i, _mm512_shuffle_epi8(levels, _mm512_and_si512(q[i], low)));
+            _mm512_store_si512(panel + 256 * (4 + i), _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(q[i], 4), low)));
+        }
+    }
 }
 static inline void unpack_i8(const uint8_t* tile, uint8_t* panel) {
     const __m512i flip = _mm512_set1_epi8((char)0x80);

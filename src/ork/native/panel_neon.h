@@ -3,7 +3,8 @@
 #include <arm_neon.h>
 #include <cstdint>
 
-constexpr int PANEL_MR = 4, PANEL_NC = 1;
+constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 2, AHEAD = 256;
+constexpr int panel_nc(int) { return 1; }
 constexpr int STEP_CODES = 4, ACT_STEPS = 4, CODE_BYTES = 1;
 
 using Levels = int8x16_t;
@@ -24,7 +25,7 @@ static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
     }
 }
 
-static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, I16 (&sums)[4]) {
+static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, const uint8_t*, I16 (&sums)[4]) {
     for (int64_t t = 0; t < tiles; t++, a += 32) {
         const int8x16_t even = vld1q_s8(a), odd = vld1q_s8(a + 16);
         auto channel = [&](const uint8_t* p) {
@@ -43,42 +44,38 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
 }
 
 // The same of one int8 tile column: 32 channels.
-static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, I16& first, I16& second) {
-    alignas(64) int32_t sums[1][32] = {};
-    tile_i8<1>(a, 0, w, tiles, sums, full_range);
-    first = iadd(first, iload(sums[0]));
-    second = iadd(second, iload(sums[0] + 16));
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, const uint8_t*, I16 (&sums)[2]) {
+    alignas(64) int32_t made[1][32] = {};
+    tile_i8<1>(a, 0, w, tiles, made, full_range);
+    sums[0] = iadd(sums[0], iload(made[0]));
+    sums[1] = iadd(sums[1], iload(made[0] + 16));
 }
 
-// Four channels of four steps -> four steps of four channels, 256 bytes apart.
-static inline void transpose4(int8x16_t a, int8x16_t b, int8x16_t c, int8x16_t d, uint8_t* out) {
-    const int32x4_t p = vtrn1q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b)), q = vtrn2q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b));
-    const int32x4_t r = vtrn1q_s32(vreinterpretq_s32_s8(c), vreinterpretq_s32_s8(d)), s = vtrn2q_s32(vreinterpretq_s32_s8(c), vreinterpretq_s32_s8(d));
-    const int64x2_t pl = vreinterpretq_s64_s32(p), rl = vreinterpretq_s64_s32(r), ql = vreinterpretq_s64_s32(q), sl = vreinterpretq_s64_s32(s);
-    vst1q_u8(out, vreinterpretq_u8_s64(vtrn1q_s64(pl, rl)));
-    vst1q_u8(out + 256, vreinterpretq_u8_s64(vtrn1q_s64(ql, sl)));
-    vst1q_u8(out + 512, vreinterpretq_u8_s64(vtrn2q_s64(pl, rl)));
-    vst1q_u8(out + 768, vreinterpretq_u8_s64(vtrn2q_s64(ql, sl)));
+// Four channels of four steps -> four steps of four channels.
+struct Four { uint8x16_t q[4]; };
+static inline Four transpose4(uint8x16_t a, uint8x16_t b, uint8x16_t c, uint8x16_t d) {
+    const uint32x4_t p = vtrn1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)), q = vtrn2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b));
+    const uint32x4_t r = vtrn1q_u32(vreinterpretq_u32_u8(c), vreinterpretq_u32_u8(d)), s = vtrn2q_u32(vreinterpretq_u32_u8(c), vreinterpretq_u32_u8(d));
+    const uint64x2_t pl = vreinterpretq_u64_u32(p), rl = vreinterpretq_u64_u32(r), ql = vreinterpretq_u64_u32(q), sl = vreinterpretq_u64_u32(s);
+    return {{vreinterpretq_u8_u64(vtrn1q_u64(pl, rl)), vreinterpretq_u8_u64(vtrn1q_u64(ql, sl)), vreinterpretq_u8_u64(vtrn2q_u64(pl, rl)), vreinterpretq_u8_u64(vtrn2q_u64(ql, sl))}};
 }
 
 static inline void unpack_4bit(const uint8_t* tile, Levels levels, uint8_t* panel) {
-    for (int c = 0; c < 64; c += 4) {
-        int8x16_t lo[4], hi[4];
+    for (int c = 0; c < 64; c += 4, tile += 64, panel += 16) {   // eight codes of a channel move together, then come apart
+        const Four t = transpose4(vld1q_u8(tile), vld1q_u8(tile + 16), vld1q_u8(tile + 32), vld1q_u8(tile + 48));
         for (int i = 0; i < 4; i++) {
-            const Nibbles n = split_codes(tile + 16 * (c + i), levels);
-            lo[i] = vzip1q_s8(n.even, n.odd);
-            hi[i] = vzip2q_s8(n.even, n.odd);
+            vst1q_s8((int8_t*)panel + 256 * i, vqtbl1q_s8(levels, vandq_u8(t.q[i], vdupq_n_u8(15))));
+            vst1q_s8((int8_t*)panel + 256 * (4 + i), vqtbl1q_s8(levels, vshrq_n_u8(t.q[i], 4)));
         }
-        transpose4(lo[0], lo[1], lo[2], lo[3], panel + 4 * c);
-        transpose4(hi[0], hi[1], hi[2], hi[3], panel + 1024 + 4 * c);
     }
 }
 static inline void unpack_i8(const uint8_t* tile, uint8_t* panel) {
-    const int8_t* p = (const int8_t*)tile;
-    for (int c = 0; c < 32; c += 4, p += 128) {
-        transpose4(vld1q_s8(p), vld1q_s8(p + 32), vld1q_s8(p + 64), vld1q_s8(p + 96), panel + 4 * c);
-        transpose4(vld1q_s8(p + 16), vld1q_s8(p + 48), vld1q_s8(p + 80), vld1q_s8(p + 112), panel + 1024 + 4 * c);
-    }
+    for (int c = 0; c < 32; c += 4, tile += 128, panel += 16)
+        for (int h = 0; h < 2; h++) {
+            const uint8_t* p = tile + 16 * h;
+            const Four t = transpose4(vld1q_u8(p), vld1q_u8(p + 32), vld1q_u8(p + 64), vld1q_u8(p + 96));
+            for (int i = 0; i < 4; i++) vst1q_u8(panel + 256 * (4 * h + i), t.q[i]);
+        }
 }
 
 struct W16 { int8x16_t q[4]; };

@@ -2,22 +2,26 @@
 //
 // A 4-bit code stands for one of 16 int8 levels (i4: -8..7), so one table serves both codecs. A panel is a stretch of K of
 // 64 channels, unpacked so that the channels are lanes: [K / STEP_CODES][64][STEP_CODES] codes of CODE_BYTES, 256 bytes a
-// step; a dot product then needs no sum across lanes. `Act` holds the codes of one row for ACT_STEPS steps.
+// step; a dot product then needs no sum across lanes. 4-bit codes lie in it in the order of split_row, int8 codes as they
+// are. `Act` holds the codes of one row for ACT_STEPS steps.
 #pragma once
 #include <cstdint>
 
-constexpr int PANEL_MR = 1, PANEL_NC = 4;   // rows and sixteens of channels held in registers
+constexpr int PANEL_MR = 1;                        // rows held in registers,
+constexpr int panel_nc(int) { return 4; }          // and with so many rows, sixteens of channels: 1, 2 or 4
+constexpr int ROWS_IN_PLACE = 1, AHEAD = 0;        // rows that read the tiles themselves; inputs from a tile to what memory is asked for
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 
 struct Levels { int8_t v[16]; };
 static inline Levels levels_signed(const int8_t* table) { Levels l; __builtin_memcpy(l.v, table, 16); return l; }
 static inline Levels levels_of(const int8_t* table) { return levels_signed(table); }   // as the dot products take them
 
-// Each 32 codes in the order that row_sums wants: here as they are.
+// Each 32 codes in the order that row_sums and panels of 4-bit codes want: here as they are, else even ones first.
 static inline void split_row(const int8_t* a, int64_t n, int8_t* out) { __builtin_memcpy(out, a, (size_t)n); }
 
-// sums[c] += sums over whole tiles of 64 channels by 32 inputs with one row; plus CORRECTION times its code sum.
-static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, I16 (&sums)[4]) {
+// sums[c] += sums over whole tiles of 64 channels by 32 inputs with one row; plus CORRECTION times its code sum. The last
+// pointer but one is where the walk will be AHEAD inputs on.
+static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, const uint8_t*, I16 (&sums)[4]) {
     for (int64_t t = 0; t < tiles; t++, a += 32)
         for (int c = 0; c < 64; c++, w += 16) {
             int32_t s = 0;
@@ -27,11 +31,11 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
 }
 
 // The same of one int8 tile column: 32 channels.
-static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, I16& first, I16& second) {
-    alignas(64) int32_t sums[1][32] = {};
-    tile_i8<1>(a, 0, w, tiles, sums, full_range);
-    first = iadd(first, iload(sums[0]));
-    second = iadd(second, iload(sums[0] + 16));
+static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, const uint8_t*, I16 (&sums)[2]) {
+    alignas(64) int32_t made[1][32] = {};
+    tile_i8<1>(a, 0, w, tiles, made, full_range);
+    sums[0] = iadd(sums[0], iload(made[0]));
+    sums[1] = iadd(sums[1], iload(made[0] + 16));
 }
 
 // One tile into 32 / STEP_CODES steps of a panel: of 64 channels; of 32 channels, `panel` being those of the first or second.
