@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,14 @@ def test_tensors_that_the_text_is_too_short_for_are_named(ork: Ork, text: Path, 
     code, _, err = ork("convert", wide, "--codec", "i4", "--gptq", "--calibrate", text, "--calibrate-tokens", "512")
     assert code == 0
     assert "blk.0.ffn_down.weight and 1 more: more inputs than the text has tokens" in err
+
+
+def test_experts_with_few_rows_are_counted(ork: Ork, text: Path, tmp_path: Path) -> None:
+    moe = tiny.moe_gguf(tmp_path / "x.gguf", experts=16)
+    code, _, err = ork("convert", moe, "--codec", "i4", "--gptq", "--calibrate", text, "--calibrate-tokens", "512")
+    assert code == 0
+    assert re.search(r"\d+ of 32 experts had fewer rows than inputs, so rounded without GPTQ", err)
+    assert re.search(r"ffn_gate_exps, experts by layer: 0: \d+, 1: \d+\n", err)
 
 
 def test_what_gptq_refuses(refused: Callable[..., str], gguf: Path, text: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ork.quant.recipe import Recipe
 SEQUENCE: Final = 512  # tokens of the text that see each other
 TOGETHER: Final = 2  # sequences in one pass
 FIXED_BYTES: Final = 128 << 20  # what is there whatever the model
+KEPT_BYTES: Final = 256 << 20  # of arrays by size, which native code keeps: experts' rows are of all sizes
 SLICE_COPIES: Final = 6  # of a slice as f32: rows as read and rotated, being compensated, errors, tiles
 
 
@@ -108,6 +109,7 @@ class Work:
         largest = SLICE_COPIES * max((4 * K * (s.n1 - s.n0) for K, s in slices), default=0)
 
         fixed = FIXED_BYTES + 2 * sum(map(len, plan.sections.values()))
+        fixed += KEPT_BYTES if config.experts else 0
         fixed += 4 * sequences.size * tensors[EMBEDDING].shape[1]
         weights, row, packed = _largest_layer(plan, config.experts.used if config.experts else 0)
         passing = weights + TOGETHER * SEQUENCE * row
