@@ -285,7 +285,8 @@ static void unpack_scales(const GroupedJob& j, int64_t block, int64_t k, int64_t
 // As many rows at a time as fit the L2 cache, but not so few that unpacking for each lot shows.
 static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
     const int64_t K = j.s.Kp, least = m1 - m0 > FEW_ROWS ? PANEL_K : FEW_K, whole = !j.x.group ? least : j.group > least ? j.group : least / j.group * j.group;
-    const int64_t longest = whole < K ? whole : K, code_bytes = longest * 64 * CODE_BYTES, scale_bytes = j.s.group ? longest / j.s.group * 256 : 0;
+    const int64_t panels = (K + whole - 1) / whole, unit = j.x.group ? j.group : 32;   // of like lengths
+    const int64_t longest = (K / unit + panels - 1) / panels * unit, code_bytes = longest * 64 * CODE_BYTES, scale_bytes = j.s.group ? longest / j.s.group * 256 : 0;
     const int64_t fit = L2_ROWS_BYTES / K, fitting = (fit < 128 ? 128 : fit > 512 ? 512 : fit) / PANEL_MR * PANEL_MR, most = fitting < m1 - m0 ? fitting : m1 - m0;
     const int64_t stride = ((K + 63) / 64 | 1) * 64, start_bytes = (most * j.groups * 4 + 63) / 64 * 64;
     const AlignedBytes memory(code_bytes + scale_bytes + most * 256 + most * stride + start_bytes);
