@@ -33,7 +33,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": Lfm2Moe,
 }
 
-__all__ = ["ARCHITECTURES", "Config", "Model", "Rows", "build", "check_architecture", "cycle", "order_of_pass", "traits"]
+__all__ = [
+    "ARCHITECTURES",
+    "Config",
+    "Model",
+    "Rows",
+    "build",
+    "check_architecture",
+    "cycle",
+    "order_of_pass",
+    "traits",
+]
 
 
 def check_architecture(arch: object) -> Architecture:
@@ -81,4 +91,6 @@ def build(ops: Ops) -> Model:
 
 def traits(cls: Architecture) -> dict[str, Any]:
     """What `read_config` must know of an architecture."""
-    return {name: getattr(cls, name) for name in ("default_pattern", "local_base", "moe", "mixed") if hasattr(cls, name)}
+    return {
+        name: getattr(cls, name) for name in ("default_pattern", "local_base", "moe", "mixed") if hasattr(cls, name)
+    }

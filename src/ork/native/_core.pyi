@@ -39,7 +39,7 @@ def merges_by_score(
     mergeable: npt.NDArray[np.uint8],
     scores: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.uint32]:
-    """[n, 3] left, right, result: SentencePiece's merges of these UTF-8 texts, best first. ValueError outside of `data`."""
+    """[n, 3] left, right, result: SentencePiece's merges of these texts, best first. ValueError outside of `data`."""
 
 def merges_as_listed(
     data: npt.NDArray[np.uint8],
@@ -337,7 +337,7 @@ def gate_rows(x: Array, weight: Array, y: Array) -> None:
     """y times the sigmoid of x . weight, row by row, in place."""
 
 class ConvCache:
-    """The inputs of short convolutions of every position, by KV slot, f16 if `half` else f32. MemoryError if too large."""
+    """The inputs of short convolutions by KV slot, f16 if `half` else f32. MemoryError if too large."""
 
     def __init__(self, layers: int, width: int, blocks: int, half: bool) -> None: ...
     def block_bytes(self) -> int: ...
