@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,15 +18,6 @@ from tests.devices.test_npu import bits
 from tests.emulator.board import Ended, ScriptedCore
 
 KINDS = [("i8", 0), ("i4", 0), ("nf4", 0), ("i4", 32)]
-
-
-@pytest.fixture
-def kernel() -> Iterator[EmulatedKernel]:
-    """A strict board; afterwards no rule was broken and nothing is left."""
-    board = EmulatedKernel()
-    yield board
-    assert not board.report.violations
-    assert board.stats.live_buffers == 0
 
 
 class Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +25,6 @@ TOKENS = [(7 * i) % tiny.VOCAB for i in range(70)]
 
 def bits(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).view(np.uint32)
-
-
-@pytest.fixture
-def kernel() -> Iterator[EmulatedKernel]:
-    """A strict board; afterwards no rule was broken and nothing is left."""
-    board = EmulatedKernel()
-    yield board
-    assert not board.report.violations
-    assert board.stats.live_buffers == 0
-    assert board.stats.live_files == 0
 
 
 def weights(n: int, K: int, seed: int, n0: int = 0) -> tuple[SliceSpec, np.ndarray, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -33,16 +32,6 @@ KINDS = [  # codec, group of weights, group of activations alone
     ("i4", 128, 0),
 ]
 INT4_K = 640
-
-
-@pytest.fixture
-def kernel() -> Iterator[EmulatedKernel]:
-    """A strict board; afterwards no rule was broken and nothing is left."""
-    board = EmulatedKernel()
-    yield board
-    assert not board.report.violations
-    assert board.stats.live_buffers == 0
-    assert board.stats.live_files == 0
 
 
 def compare(
