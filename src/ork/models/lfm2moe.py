@@ -6,11 +6,11 @@ A convolution's rows are projected to [b | c | x]; c * conv(b * x) is projected 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from ork.models.config import Config, MoeDefaults
-from ork.models.layers import Attention, Ends, Model, Rows, State, make_rope
+from ork.models.layers import Attention, Ends, Rows, make_rope
+from ork.models.llama import Layer, Llama
 from ork.models.moe import feed_forward
 from ork.ops import Array, Batch, Ops
 
@@ -49,22 +49,13 @@ class Block:
         return ops.add(x, self.ffn(ops.norm(x, self.ffn_norm, self.eps)))
 
 
-class Lfm2Moe(Model):
+class Lfm2Moe(Llama):
+    halves = True
     moe = MoeDefaults(gating="sigmoid")
     mixed = True
 
     def __init__(self, ops: Ops, config: Config):
         self.ops, self.config = ops, config
-        self.rope = make_rope(ops, config, halves=True)
+        self.rope = make_rope(ops, config, halves=self.halves)
         self.ends = Ends(ops, config, norm="token_embd_norm.weight")
-        self.blocks = [Block(ops, config, i) for i in range(config.layers)]
-
-    def begin(self, rows: Rows) -> State:
-        return State(self.ends.embed(rows), rows, (self.ops.rope_table(rows.batch, self.rope.inv_freq),))
-
-    def layer(self, i: int, state: State) -> State:
-        (table,) = state.tables
-        return replace(state, x=self.blocks[i](state.x, state.rows, table, self.rope.halves))
-
-    def end(self, state: State) -> Array:
-        return self.ends.logits(state.x, state.rows)
+        self.blocks: list[Layer] = [Block(ops, config, i) for i in range(config.layers)]

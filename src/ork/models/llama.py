@@ -4,6 +4,7 @@ whose feed-forward length is that of an expert. The block of many other architec
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from ork.models.config import Config, MoeDefaults
 from ork.models.layers import Attention, Ends, Model, Rows, State, make_rope
@@ -29,6 +30,12 @@ class Block:
         return y if self.residual == 1 else self.ops.scale(y, self.residual)
 
 
+class Layer(Protocol):
+    """One block of a pass."""
+
+    def __call__(self, x: Array, rows: Rows, table: Array, halves: bool) -> Array: ...
+
+
 class Llama(Model):
     halves = False
     qk_norm = ""
@@ -38,7 +45,7 @@ class Llama(Model):
         self.ops, self.config = ops, config
         self.rope = make_rope(ops, config, halves=self.halves)
         self.ends = Ends(ops, config)
-        self.blocks = [Block(ops, config, i, qk_norm=self.qk_norm) for i in range(config.layers)]
+        self.blocks: list[Layer] = [Block(ops, config, i, qk_norm=self.qk_norm) for i in range(config.layers)]
 
     def begin(self, rows: Rows) -> State:
         return State(self.ends.embed(rows), rows, (self.ops.rope_table(rows.batch, self.rope.inv_freq),))
