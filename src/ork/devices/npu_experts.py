@@ -7,7 +7,7 @@ list is one submit. Which rows go where is another matter in every pass, so noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,9 +17,8 @@ import numpy.typing as npt
 from ork import native
 from ork.devices.npu_plan import COLUMNS, INPUT_BYTES, OUTPUT_BYTES, Plans
 from ork.devices.npu_slots import NpuHandle
-from ork.npu.chain import CHAIN_LIMIT
 from ork.npu.driver import Npu, Prepared
-from ork.npu.jobs import Int8Job, programs_of
+from ork.npu.jobs import Int8Job, in_chains
 from ork.npu.soc import Soc
 
 # What a program takes on a core: published measurements of an RK3588, in seconds, bytes and products a second.
@@ -135,7 +134,7 @@ def run_round(
     chains: list[Prepared] = []
     try:
         for share in shares(work, npu.soc):
-            chains += [npu.prepare(run) for run in _runs(share, npu.soc)]
+            chains += [npu.prepare(run) for run in in_chains(share, npu.soc)]
         npu.run([c.chain for c in chains])
     finally:
         for prepared in chains:
@@ -164,17 +163,3 @@ def shares(work: Sequence[tuple[float, int, list[Int8Job]]], soc: Soc) -> list[l
         busy[core] += took
         taken[core].append((number, jobs))
     return [[job for _, jobs in sorted(core, key=lambda t: t[0]) for job in jobs] for core in taken if core]
-
-
-def _runs(jobs: Sequence[Int8Job], soc: Soc) -> Iterator[list[Int8Job]]:
-    """Jobs in runs of at most as many programs as a chain takes."""
-    run: list[Int8Job] = []
-    count = 0
-    for job in jobs:
-        programs = programs_of(job, soc)
-        if run and count + programs > CHAIN_LIMIT:
-            yield run
-            run, count = [], 0
-        run.append(job)
-        count += programs
-    yield run

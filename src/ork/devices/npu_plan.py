@@ -15,9 +15,8 @@ from ork import native
 from ork.devices.npu_slots import Lay, NpuHandle
 from ork.errors import NpuError
 from ork.npu.buffers import DmaBuffer
-from ork.npu.chain import CHAIN_LIMIT
 from ork.npu.driver import Npu, Prepared
-from ork.npu.jobs import INT4_OVERREAD, Int4Job, Int8Job, Job, int4_out_bytes, int4_pitch, int4_rows, programs_of
+from ork.npu.jobs import INT4_OVERREAD, Int4Job, Int8Job, Job, in_chains, int4_out_bytes, int4_pitch, int4_rows
 
 INPUT_BYTES = 16 << 20  # scratch per domain: quantised rows
 OUTPUT_BYTES = 64 << 20  # and sums
@@ -188,7 +187,7 @@ def _prepare(npu: Npu, scratch: Scratch, handles: Sequence[NpuHandle], pieces: S
     runs = jobs if spread else [[job for of_part in jobs for job in of_part]]
     chains: list[Prepared] = []
     try:
-        chains += [npu.prepare(chain) for run in runs for chain in _chains(npu, run)]
+        chains += [npu.prepare(chain) for run in runs for chain in in_chains(run, npu.soc)]
     except BaseException:
         for prepared in chains:
             prepared.free()
@@ -249,20 +248,6 @@ def _part(
             offset = int4_out_bytes(M, n) // M * m0
             part.sums.append(Sums(m0, m1, 4 * COLUMNS, 4 * (m1 - m0) * COLUMNS, [s + offset for s in starts]))
     return part, jobs, at
-
-
-def _chains(npu: Npu, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Jobs in runs of at most as many programs as a chain takes."""
-    chain: list[Job] = []
-    count = 0
-    for job in jobs:
-        programs = programs_of(job, npu.soc)
-        if chain and count + programs > CHAIN_LIMIT:
-            yield chain
-            chain, count = [], 0
-        chain.append(job)
-        count += programs
-    yield chain
 
 
 def _key(handles: Sequence[NpuHandle], pieces: Sequence[Piece], M: int) -> tuple[object, ...]:

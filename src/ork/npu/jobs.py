@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ork.errors import UsageError
 from ork.npu.buffers import DmaBuffer
-from ork.npu.chain import Step
+from ork.npu.chain import CHAIN_LIMIT, Step
 from ork.npu.matmul import program
 from ork.npu.plan import KINDS, Form, MatmulShape, form_of, lines, plan, rows_limit
 from ork.npu.soc import Soc
@@ -95,6 +95,20 @@ def programs_of(job: Job, soc: Soc) -> int:
     if isinstance(job, Int8Job):
         return len(plan(MatmulShape(job.M, job.K, job.N), soc, ks=job.ks or job.K))
     return len(plan(MatmulShape(job.M, job.K, job.N, "int4"), soc, ks=job.K))
+
+
+def in_chains(jobs: Sequence[Job], soc: Soc) -> Iterator[list[Job]]:
+    """Jobs in runs of at most as many programs as a chain takes."""
+    run: list[Job] = []
+    count = 0
+    for job in jobs:
+        programs = programs_of(job, soc)
+        if run and count + programs > CHAIN_LIMIT:
+            yield run
+            run, count = [], 0
+        run.append(job)
+        count += programs
+    yield run
 
 
 @dataclass(frozen=True)
