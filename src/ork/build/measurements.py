@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,8 @@ import xxhash
 from ork.build.allocate import Measured, Measurements
 from ork.build.convert import plan_pack
 from ork.build.layerwise import I32
-from ork.errors import StorageError, UsageError
+from ork.errors import UsageError
+from ork.files import write_whole
 from ork.quant.recipe import builtin
 from ork.sources.base import Source
 
@@ -63,11 +63,4 @@ def _usable(t: Measured) -> bool:
 
 def save(path: Path, subject: str, measurements: Measurements) -> None:
     """Raises StorageError."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(msgspec.json.encode(Kept(subject, measurements)))
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise StorageError(f"{path}: {error.strerror}") from None
+    write_whole(path, msgspec.json.encode(Kept(subject, measurements)))

@@ -10,17 +10,16 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ork.errors import StorageError, UsageError
+from ork.errors import UsageError
+from ork.files import write_whole
 
 F32 = npt.NDArray[np.float32]
 
@@ -86,18 +85,7 @@ class Imatrix:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes a GGUF imatrix file, whole or not at all. Raises StorageError."""
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
-        try:
-            with part.open("wb") as f:
-                f.write(self._encode())
-                f.flush()
-                os.fsync(f.fileno())
-            part.replace(target)
-        except OSError as error:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise StorageError(f"{target}: {error.strerror or error}") from None
+        write_whole(path, self._encode())
 
     def _encode(self) -> bytes:
         tensors: list[tuple[str, F32]] = []
