@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
+from ork.sources.base import TensorInfo
 from ork.sources.gguf import GgufSource
-from requantise import STEP_BYTES, copy_metadata
+from requantise import rewrite, rows_of
 
 SEED = 2026
 F16_MAX = 65504.0
@@ -50,16 +52,14 @@ def steps(kind: str, raw: memoryview | bytes) -> npt.NDArray[np.float32]:
     raise SystemExit(f"the step of {kind} blocks is not known here")
 
 
-def noisy_rows(
-    source: GgufSource, name: str, start: int, stop: int, rng: np.random.Generator
+def with_noise(
+    source: GgufSource, t: TensorInfo, start: int, rows: npt.NDArray[np.float32], rng: np.random.Generator
 ) -> npt.NDArray[np.float32]:
-    """Rows [start, stop) with the noise of their blocks."""
-    info = source.tensors[name]
-    rows = source.rows(name, start, stop)
-    if info.kind in EXACT:
+    """Rows of a tensor from `start` on with the noise of their blocks."""
+    if t.kind in EXACT:
         return rows
-    each = info.nbytes // info.rows
-    step = steps(info.kind, source.raw(name)[start * each : stop * each]).reshape(rows.shape)
+    each = t.nbytes // t.rows
+    step = steps(t.kind, source.raw(t.name)[start * each : (start + len(rows)) * each]).reshape(rows.shape)
     return rows + (rng.random(rows.shape, np.float32) - np.float32(0.5)) * step
 
 
@@ -76,33 +76,21 @@ def fair_reference(path: Path, folder: Path) -> Path:
     return target
 
 
+def noisy_pieces(source: GgufSource, t: TensorInfo) -> Iterator[npt.NDArray[np.float32]]:
+    """All of a tensor's rows with their noise, from a seed of its own. Matrices stay within what F16 holds."""
+    rng = np.random.default_rng([SEED, zlib.crc32(t.name.encode())])
+    at = 0
+    for rows in rows_of(source, t):
+        noisy = with_noise(source, t, at, rows, rng)
+        assert len(t.shape) == 1 or np.abs(noisy).max() <= F16_MAX, t.name
+        yield noisy
+        at += len(rows)
+
+
 def write(path: Path, out: Path) -> None:
     """Matrices as F16, vectors as F32; metadata unchanged."""
-    source, reader = GgufSource(path), gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(out, arch=str(source.metadata["general.architecture"]))
-    copy_metadata(reader, writer, gguf.LlamaFileType.MOSTLY_F16)
-    for name, t in source.tensors.items():
-        dtype = np.dtype(np.float16 if len(t.shape) > 1 else np.float32)
-        writer.add_tensor_info(name, t.shape, dtype, dtype.itemsize * t.rows * t.columns)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    assert writer.fout is not None
-    stream = writer.fout[0]
-    for name, t in source.tensors.items():
-        rng = np.random.default_rng([SEED, zlib.crc32(name.encode())])
-        writer.write_padding(stream, stream.tell())
-        step = max(1, STEP_BYTES // (4 * t.columns))
-        for start in range(0, t.rows, step):
-            rows = noisy_rows(source, name, start, min(start + step, t.rows), rng)
-            if len(t.shape) > 1:
-                assert np.abs(rows).max() <= F16_MAX, name
-                rows = rows.astype(np.float16)
-            stream.write(rows.tobytes())
-        source.release(name)
-    writer.write_padding(stream, stream.tell())
-    writer.close()
-    source.close()
+    kinds = {True: "F16", False: "F32"}
+    rewrite(path, out, gguf.LlamaFileType.MOSTLY_F16, lambda t: kinds[len(t.shape) > 1], noisy_pieces)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from ork.api import LoadedModel
 from ork.engine.kvcache import Sequence
 from ork.ops import Array, Weight
 from ork.sources.gguf import GgufSource
+from requantise import Pieces, Tensor, write_tensors
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -184,9 +185,6 @@ def divide(source: GgufSource, path: Path, text: str, tokens: int, experts: int,
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
-Pieces = Callable[[], Iterator[F32 | npt.NDArray[np.uint8]]]  # f32 values, or blocks as they stand in the file
-Tensor = tuple[str, tuple[int, ...], str, Pieces]  # name, shape, type
-
 
 def tensors_of(source: GgufSource, layers: list[Layer], top_k: int, kind: str) -> Iterator[Tensor]:
     """Every tensor of the file, made when it is written. Vectors and routers are F32."""
@@ -260,30 +258,6 @@ def write_moe(source: GgufSource, path: Path, out: Path, layers: list[Layer], to
         writer.add_expert_feed_forward_length(width)
         writer.add_expert_shared_feed_forward_length(len(layers[0].shared))
     write_tensors(writer, list(tensors_of(source, layers, top_k, kind)))
-
-
-def write_tensors(writer: gguf.GGUFWriter, tensors: list[Tensor]) -> None:
-    """Header, metadata and tensors, one piece in memory at a time."""
-    for name, shape, kind, _ in tensors:
-        quantised = gguf.GGMLQuantizationType[kind]
-        if kind in ("F32", "F16"):
-            dtype = np.dtype(np.float32 if kind == "F32" else np.float16)
-            writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize)
-        else:
-            stored = gguf.quant_shape_to_byte_shape(shape, quantised)
-            writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    assert writer.fout is not None
-    stream = writer.fout[0]
-    for _, _, kind, pieces in tensors:
-        writer.write_padding(stream, stream.tell())
-        for piece in pieces():
-            raw = piece.dtype == np.uint8
-            stream.write((piece if raw else gguf.quants.quantize(piece, gguf.GGMLQuantizationType[kind])).tobytes())
-    writer.write_padding(stream, stream.tell())
-    writer.close()
 
 
 def convert(

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from moe_from_dense import Pieces, Tensor, write_tensors
+from requantise import Pieces, Tensor, write_tensors
 
 BLOCKS = {"F16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18)}  # values and bytes of a block
 DEVIATIONS = {"Q8_0": 73.9, "Q4_0": 4.61}  # of a block's codes when all are as likely
