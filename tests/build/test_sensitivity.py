@@ -150,9 +150,10 @@ def test_too_little_memory(gguf: Path) -> None:
 
 
 def test_names_that_share_a_pass() -> None:
-    names = [f"blk.3.{role}.weight" for role in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up", "ffn_down")]
-    assert [[n.split(".")[2] for n in group] for group in groups_of(names)] == [
-        ["attn_q", "attn_k"], ["attn_v"], ["ffn_gate", "ffn_up"], ["ffn_down"]
+    roles = ("attn_q", "attn_k", "shortconv.in_proj", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_shexp")
+    names = [f"blk.3.{role}.weight" for role in roles]
+    assert [[n[6:-7] for n in group] for group in groups_of(names)] == [
+        ["attn_q", "attn_k", "attn_output"], ["shortconv.in_proj"], ["ffn_gate_exps", "ffn_up_shexp"]
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ Inputs are quantised too, as the codec's products do it: their error, which is i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -47,11 +48,11 @@ def output_errors(device: CpuDevice, x: F32, weight: F32, kinds: Sequence[Kind],
     inputs = {
         group: ratio(_product(device, rounded_rows(rows, group) - rows, turned), y) for group in {g for _, g in kinds}
     }
-    out = {}
-    for codec, group in kinds:
-        error = _stored(turned, (codec, group), usual(codec).search) - turned
-        out[codec, group] = ratio(_product(device, rows, error), y) + inputs[group]
-    return out
+    with ThreadPoolExecutor(device.threads) as pool:
+        stored = list(pool.map(lambda kind: _stored(turned, kind, usual(kind[0]).search), kinds))
+    return {
+        kind: ratio(_product(device, rows, other - turned), y) + inputs[kind[1]] for kind, other in zip(kinds, stored)
+    }
 
 
 def output_error(device: CpuDevice, x: F32, weight: F32, other: F32) -> float:
