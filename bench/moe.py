@@ -33,7 +33,7 @@ import numpy as np
 import moe_from_dense
 import moe_shapes
 from inputs import austen, english, fresh_pack, gguf_file
-from memory_cap import RESERVE, NoCgroup, entering, memory_cgroup, peak
+from memory_cap import NoCgroup, entering, memory_cgroup, peak
 from ork.api import LoadedModel
 from ork.engine.kvcache import Sequence
 from ork.measure import bench
@@ -45,6 +45,7 @@ from streaming import disk_rate, drop
 MODEL = "qwen2.5-coder-1.5b"
 EXPERTS, TOP_K = 16, 4
 SHARES = (25, 50)  # percent of the experts' bytes
+RESERVE = 64 << 20  # of a cap, beside the window: the interpreter, KV cache, activations, the index of the pack
 PROMPT = 32  # tokens in one pass, which also fill the cache
 ROWS = 512
 GOALS = {"bound": 0.85, "ram": {25: 0.5, 50: 0.75}, "llama.cpp": 3.0, "many": {"llama.cpp": 1.5, "ik_llama.cpp": 1.0}}

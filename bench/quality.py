@@ -221,7 +221,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         rate = [f"{r[test]:.0f}" if test in r else "" for test in ("pp", "tg")]
         lines.append(
             f"| {name} | {r['bytes']:,} | {r['bpw']:.2f} | {r['perplexity']:.3f} ± {r['error']:.3f} "
-            f"| {100 * (r['ratio'] - 1):+.2f} % | {r['kl']:.5f} ± {r['kl_error']:.5f} | {r['kl_999']:.3f} "
+            f"| {100 * (r['ratio'] - 1):+.2f} ± {100 * r['ratio_error']:.2f} % "
+            f"| {r['kl']:.5f} ± {r['kl_error']:.5f} | {r['kl_999']:.3f} "
             f"| {100 * r['top1']:.2f} % | {rate[0]} | {rate[1]} | {r['seconds']:.1f} s |"
         )
     return "\n".join(lines)

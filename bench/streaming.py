@@ -156,11 +156,11 @@ def drop(path: Path) -> None:
 
 
 def disk_rate(path: Path) -> float:
-    """Bytes per second of O_DIRECT reads in blocks of a slice's size, by one thread or two, whichever is faster."""
+    """Bytes per second of O_DIRECT reads in blocks of a slice's size, by one, two or four threads: the best."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     size = min(os.fstat(fd).st_size, DISK_BYTES) // BLOCK * BLOCK
     rates = []
-    for threads in (1, 2):
+    for threads in (1, 2, 4):
         with ThreadPoolExecutor(threads) as pool:
             rooms = list(pool.map(lambda _: aligned(BLOCK), range(threads)))
         free = list(rooms)

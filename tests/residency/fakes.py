@@ -44,13 +44,21 @@ def tag(key: Key) -> int:
 
 
 class FakeSource:
-    """Slices that begin with their tag. `fail` raises before a slice is read; `delay` seconds a read."""
+    """Slices that begin with their tag. `fail` raises before a slice is read; `delay` seconds a read; `cached`: all are
+    in memory."""
 
     metadata: Mapping[str, object] = {}
 
-    def __init__(self, tensors: list[TensorSpec], fail: Callable[[Key], None] | None = None, delay: float = 0.0):
+    def __init__(
+        self,
+        tensors: list[TensorSpec],
+        fail: Callable[[Key], None] | None = None,
+        delay: float = 0.0,
+        cached: bool = False,
+    ):
         self.tensors = {t.name: t for t in tensors}
-        self.fail, self.delay = fail, delay
+        self.fail, self.delay, self.in_memory = fail, delay, cached
+        self.copied = 0
         self.reads: list[Key] = []
         self.allowed = threading.Event()
         self.allowed.set()
@@ -81,6 +89,13 @@ class FakeSource:
 
     def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
         return [self.read_into(*item) for item in items]
+
+    def cached(self, name: str, index: int) -> bool:
+        return self.in_memory
+
+    def copy(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        self.copied += len(items)
+        return self.read_run(items)
 
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         raise NotImplementedError

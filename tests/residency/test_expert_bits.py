@@ -13,6 +13,7 @@ from ork import models
 from ork.cli.main import main
 from ork.cli.skew import dense_bytes
 from ork.residency.experts import ExpertPlan
+from ork.residency.source import PackSource
 from ork.residency.window import Window
 from tests import tiny
 
@@ -57,6 +58,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.parametrize("cached", [True, False])  # copied from the page cache, or waited for
 @pytest.mark.parametrize(("room", "more", "policy", "prefetch", "threads", "device", "domains"), WAYS)
 def test_the_same_bits(
     case: tuple[Path, list[F32], int, int],
@@ -67,7 +69,10 @@ def test_the_same_bits(
     threads: int,
     device: str,
     domains: int | None,
+    cached: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(PackSource, "cached", lambda *_: cached)
     pack, want, dense, expert = case
     window = dense + room * expert + more
     with ork.load(

@@ -72,8 +72,8 @@ visits = st.lists(
 @given(visits=visits, slots=st.integers(2, LAYERS * EXPERTS), policy=st.sampled_from(["lru", "lfu", "pinned"]))
 def test_any_routing_finds_the_right_bytes(visits: list[tuple[int, list[int]]], slots: int, policy: str) -> None:
     counts = []
-    for prefetch in (True, False):
-        model = Model(slots, policy=policy, prefetch=prefetch)
+    for prefetch, cached in ((True, False), (True, True), (False, False)):
+        model = Model(slots, policy=policy, prefetch=prefetch, cached=cached)
         model.window.reside()
         live = model.device.live
         for layer, needed in visits:
@@ -86,7 +86,7 @@ def test_any_routing_finds_the_right_bytes(visits: list[tuple[int, list[int]]], 
         counts.append((stats.lookups, stats.hits, stats.loads, stats.moved_bytes))
         model.window.close()
         assert (model.device.live, model.window.stats.resident_bytes) == (0, 0)
-    assert counts[0] == counts[1], "prefetch changes when, not what"
+    assert counts[0] == counts[1] == counts[2], "prefetch changes when, not what"
 
 
 @settings(max_examples=20, deadline=None)
@@ -205,8 +205,20 @@ def test_missing_experts_are_asked_for_at_once() -> None:
     model.window.close()
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_an_expert_that_cannot_be_read(prefetch: bool) -> None:
+def test_what_is_in_memory_is_copied_together_and_computed_in_one_go() -> None:
+    model = Model(LAYERS * 4, cached=True)
+    model.visit(1, [0, 1])
+    before = model.source.copied
+    batches = list(model.window.experts(model.layers[1], [0, 1, 2, 4]))
+    assert [ids for ids, _ in batches] == [[0, 1, 2, 4]]
+    assert model.source.copied - before == 2 * EXPERT
+    model.visit(1, [0, 1, 2, 3, 4, 5])  # more than there are slots: some wait for others, and come as always
+    model.window.close()
+    assert model.device.live == 0
+
+
+@pytest.mark.parametrize(("prefetch", "cached"), [(True, False), (True, True), (False, False)])
+def test_an_expert_that_cannot_be_read(prefetch: bool, cached: bool) -> None:
     """One line, every slot as before, and what can be read still is."""
     broken = {"blk.1.ffn_up_exps.weight#3"}
 
@@ -214,9 +226,9 @@ def test_an_expert_that_cannot_be_read(prefetch: bool) -> None:
         if key[0] in broken:
             raise OSError(5, "Input/output error")
 
-    model = Model(LAYERS * 4, prefetch=prefetch, fail=fail)
+    model = Model(LAYERS * 4, prefetch=prefetch, fail=fail, cached=cached)
     model.visit(1, [0, 1])
-    with pytest.raises(StorageError, match=r"blk\.1\.ffn_\w+_exps\.weight#3 .*could not be loaded: OSError"):
+    with pytest.raises(StorageError, match=r"blk\.1\.ffn_\w+_exps\.weight#[23] .*could not be loaded: OSError"):
         model.visit(1, [0, 2, 3, 4])
     model.visit(1, [0, 2, 4])
     broken.clear()

@@ -59,6 +59,12 @@ class PlannedSource:
     def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
         return [self.read_into(*item) for item in items]
 
+    def cached(self, name: str, index: int) -> bool:
+        return False
+
+    def copy(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        return self.read_run(items)
+
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         """Nothing: what has just been converted is in memory."""
 

@@ -44,12 +44,14 @@ def _read(path: Path) -> str:
 
 
 class CpuSlot:
-    """Anonymous memory; it goes with its last view."""
+    """Anonymous memory; it goes with its last view. The last slice's handle serves the next one of the same shape."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("handle", "memory", "shape")
 
     def __init__(self, memory: npt.NDArray[np.uint8]):
         self.memory = memory
+        self.shape: tuple[object, ...] = ()
+        self.handle: native.Slice | None = None
 
 
 def page_room(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -107,7 +109,11 @@ class CpuDevice:
         """The memory goes with its last view."""
 
     def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> native.Slice:
-        return self.host_slice(spec, slot.memory)
+        assert isinstance(slot, CpuSlot)
+        shape = spec.codec, spec.K, spec.Kp, spec.ks, spec.n0, spec.n1, spec.group
+        if slot.handle is None or slot.shape != shape:
+            slot.handle, slot.shape = self.host_slice(spec, slot.memory), shape
+        return slot.handle
 
     @staticmethod
     def host_slice(spec: SliceSpec, blob: npt.NDArray[np.uint8]) -> native.Slice:

@@ -13,6 +13,9 @@ def dequantise(
 ) -> None:
     """Expand blocks [first, first + out.size / block) of `src` into the flat `out`. ValueError outside of `src`."""
 
+def read_parts(fd: int, offsets: Sequence[int], arrays: Sequence[npt.NDArray[np.uint8]]) -> bool:
+    """Fill each array from the file at its offset, by all threads; whether every byte came."""
+
 def scan_strings(
     src: memoryview | npt.NDArray[np.uint8],
     offset: int,

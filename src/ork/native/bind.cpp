@@ -15,6 +15,7 @@
 #include "conv.h"
 #include "dequant.h"
 #include "experts.h"
+#include "files.h"
 #include "gptq.h"
 #include "npu.h"
 #include "merges.h"
@@ -40,6 +41,15 @@ void py_dequantise(uint32_t type, Bytes src, nb::ndarray<float, nb::ndim<1>, nb:
         throw nb::value_error("block range outside of the tensor");
     nb::gil_scoped_release unlocked;
     t->expand(src.data() + first * t->bytes, out.data(), blocks);
+}
+
+// Ranges of a file into arrays, each filled whole, by all threads; whether all came.
+bool py_read_parts(int fd, const std::vector<int64_t>& offsets, const std::vector<nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>& arrays) {
+    if (offsets.size() != arrays.size()) throw nb::value_error("offsets and arrays differ in number");
+    std::vector<ork::FilePart> parts;
+    for (size_t i = 0; i < arrays.size(); i++) parts.push_back({offsets[i], (int64_t)arrays[i].size(), arrays[i].data()});
+    nb::gil_scoped_release unlocked;
+    return ork::read_parts(fd, parts);
 }
 
 // (index of the first string outside of `src` or their count, offset reached); fills starts and lengths.
@@ -679,6 +689,7 @@ NB_MODULE(_core, m) {
     }
     m.attr("tensor_types") = nb::tuple(types);
     m.def("dequantise", &py_dequantise, nb::arg("type"), nb::arg("src"), nb::arg("out").noconvert(), nb::arg("first") = 0);
+    m.def("read_parts", &py_read_parts, nb::arg("fd"), nb::arg("offsets"), nb::arg("arrays"));
     m.def("scan_strings", &py_scan_strings, nb::arg("src"), nb::arg("offset"), nb::arg("starts").noconvert(), nb::arg("lengths").noconvert());
     bind_merges(m);
     // --- end of sources bindings ---

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ork import native
 from ork.errors import PackDamaged, StorageError
 from ork.pack.format import align
 
 Bytes = npt.NDArray[np.uint8]
+Part = tuple[int, int, Bytes]  # offset, bytes, memory
 LIBC = ctypes.CDLL(None)
 
 
@@ -49,7 +51,7 @@ class SliceFile:
 
         What is whole in the page cache is copied from there, which is faster; nothing is added to it.
         """
-        if self._mapped and self._cached(offset, nbytes):
+        if self.cached(offset, nbytes):
             self._fill(self._fd, offset, memory[:nbytes], nbytes)
             return
         whole = min(align(nbytes), memory.nbytes)
@@ -61,19 +63,28 @@ class SliceFile:
                 self._refused = True  # the descriptor stays: other threads may be reading by it
         self._fill(self._fd, offset, memory[:nbytes], nbytes)
 
-    def read_run(self, parts: Sequence[tuple[int, int, Bytes]]) -> None:
+    def read_run(self, parts: Sequence[Part]) -> None:
         """Parts (offset, bytes, memory), each as in `read`; one system call where they lie one behind the other and
         each has whole pages of memory."""
         first, need = parts[0][0], parts[-1][0] + parts[-1][1] - parts[0][0]
         whole = [align(nbytes) for _, nbytes, _ in parts]
         lined_up = all(a[0] + size == b[0] for a, b, size in zip(parts, parts[1:], whole))
         if len(parts) > 1 and lined_up and all(memory.nbytes >= size for (*_, memory), size in zip(parts, whole)):
-            fd = self._fd if not self.direct or (self._mapped and self._cached(first, need)) else self._direct
+            fd = self._fd if not self.direct or self.cached(first, need) else self._direct
             with contextlib.suppress(OSError):  # refused: each by itself finds out what is wrong
                 if os.preadv(fd, [memory[:size].data for (*_, memory), size in zip(parts, whole)], first) >= need:
                     return
         for part in parts:
             self.read(*part)
+
+    def cached(self, offset: int, nbytes: int) -> bool:
+        """Whether a range is in the page cache: reading it is copying."""
+        return bool(self._mapped) and self._cached(offset, nbytes)
+
+    def copy(self, parts: Sequence[Part]) -> None:
+        """Parts (offset, bytes, memory) of what is in the page cache, by all threads of the native code."""
+        if not native.read_parts(self._fd, [o for o, *_ in parts], [memory[:nbytes] for _, nbytes, memory in parts]):
+            self.read_run(parts)  # says what is wrong, if it still is
 
     def expect(self, offset: int, nbytes: int) -> None:
         """Starts to bring a range into the page cache, without waiting for it."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ork.errors import PackError
-from ork.pack.file import SliceFile, aligned
+from ork.pack.file import Part, SliceFile, aligned
 from ork.pack.format import DTYPES, HASHED, NOTES_AREA, PAGE, damaged, hash_of
 from ork.pack.index import Index, describe, map_pack, names_of, read_index
 from ork.pack.metadata import BAD, Metadata, MetaValue
@@ -174,10 +174,22 @@ class Pack:
     def read_run(self, items: Sequence[tuple[int, Bytes]]) -> list[int]:
         """The same for many entries, each with its own memory: by one read of the disk where they are neighbours in
         the file and the memories are whole pages. Their bytes."""
+        return self._filled(items, self._file.read_run)
+
+    def cached(self, entry: int) -> bool:
+        """Whether an entry's blob is in the page cache, as far as its first page tells: to ask for all takes as long as
+        to copy a tenth of it."""
+        return self._file.cached(int(self._index.entries["offset"][entry]), 1)
+
+    def copy(self, items: Sequence[tuple[int, Bytes]]) -> list[int]:
+        """`read_run` for entries anywhere in the file that are in the page cache: all threads copy. Their bytes."""
+        return self._filled(items, self._file.copy)
+
+    def _filled(self, items: Sequence[tuple[int, Bytes]], read: Callable[[list[Part]], None]) -> list[int]:
         offsets, sizes = (
             self._index.entries[key][[entry for entry, _ in items]].tolist() for key in ("offset", "nbytes")
         )
-        self._file.read_run([(offset, nbytes, memory) for offset, nbytes, (_, memory) in zip(offsets, sizes, items)])
+        read([(offset, nbytes, memory) for offset, nbytes, (_, memory) in zip(offsets, sizes, items)])
         for nbytes, (entry, memory) in zip(sizes, items):
             self._check(entry, memory[:nbytes])
         return [int(nbytes) for nbytes in sizes]

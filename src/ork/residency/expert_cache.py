@@ -1,7 +1,8 @@
 """Experts in a window: moves the bytes that a plan's pools ask for, and hands experts to the op that computes them.
 
-All that a pass is missing is asked for at once, on threads of its own; meanwhile what is there is computed. Without
-prefetch the op's own thread brings each expert when its turn has come.
+All that a pass is missing is asked for at once, on threads of its own; meanwhile what is there is computed. What the
+page cache has needs no waiting for: all threads copy it together, and the pass is computed in one go. Without prefetch
+the op's own thread brings each expert when its turn has come.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ork.devices.base import Device, Handle, Slot
 from ork.residency.experts import ExpertPlan, Item, Load, Pool, Visit, make_policy
@@ -110,6 +112,13 @@ class ExpertCache:
         self._running = run = _Pass()
         jobs: dict[Item, Future[int]] = {}
         try:
+            if self._threads is not None and self._cached(layer, visit.loads):
+                self._copy(layer, held, visit.loads)
+                slots = dict(visit.hits) | {load.item: load.slot for load in visit.loads}
+                there = stay + [(item[1], held.handles[slot]) for item, slot in slots.items()]
+                yield from self._hand_out(_batch(there))
+                self._give(run, list(slots))
+                return
             if self._threads is not None:
                 for load in visit.loads:
                     jobs[load.item] = self._threads.submit(self._bring, layer, held, load, run)
@@ -160,6 +169,27 @@ class ExpertCache:
             self._give(run, [load.item for load in part])
             at = end
 
+    def _cached(self, layer: ExpertLayer, loads: Sequence[Load]) -> bool:
+        """Whether all have slots and the first slice is in the page cache: then the rest is taken to be there too."""
+        if not loads or any(load.after is not None for load in loads):
+            return False
+        tensor, index = _pieces_of(layer, loads[0].item)[0]
+        return self._source.cached(tensor.name, index)
+
+    def _copy(self, layer: ExpertLayer, held: _Slots, loads: Sequence[Load]) -> None:
+        """Fills slots from the page cache, by all threads."""
+        start = time.perf_counter()
+        pieces = [_pieces_of(layer, load.item) for load in loads]
+        items = [(*piece, slot) for load, own in zip(loads, pieces) for piece, slot in zip(own, held.slots[load.slot])]
+        handles, nbytes = load_run(self._source, self._device, items, cached=True)
+        given = iter(handles)
+        for load, own in zip(loads, pieces):
+            held.handles[load.slot] = _by_role(own, list(islice(given, len(own))), layer, load.item[1])
+            self._count(layer, load)
+        self._stats.moved_bytes[layer.layer] += nbytes
+        self._stats.waits += 1
+        self._stats.wait_seconds += time.perf_counter() - start
+
     @staticmethod
     def _ready(load: Load, jobs: Mapping[Item, Future[int]]) -> bool:
         job = jobs.get(load.item)
@@ -174,9 +204,12 @@ class ExpertCache:
         if not ready:
             self._stats.waits += 1
             self._stats.wait_seconds += time.perf_counter() - start
-        # of an expert that comes in parts the last one counts
-        self._stats.loads[layer.layer] += not self._plan.parts or _last_part(layer, load.item)
+        self._count(layer, load)
         self._stats.moved_bytes[layer.layer] += nbytes
+
+    def _count(self, layer: ExpertLayer, load: Load) -> None:
+        """A load; of an expert that comes in parts the last one counts."""
+        self._stats.loads[layer.layer] += not self._plan.parts or _last_part(layer, load.item)
 
     def _bring(self, layer: ExpertLayer, held: _Slots, load: Load, run: _Pass) -> int:
         """Fills a slot once what was in it has been computed; bytes read."""
@@ -185,7 +218,7 @@ class ExpertCache:
                 self._changed.wait()
             if run.over:
                 raise CancelledError
-        pieces = _pieces(layer, load.item[1]) if len(load.item) == 2 else [_part(layer, load.item)]
+        pieces = _pieces_of(layer, load.item)
         self._clock.change(transfers=1)
         try:
             items = [(*piece, slot) for piece, slot in zip(pieces, held.slots[load.slot])]
@@ -242,8 +275,9 @@ def _parts(layer: ExpertLayer, expert: int) -> Iterator[Item]:
             yield layer.layer, expert, role, index
 
 
-def _part(layer: ExpertLayer, item: Item) -> tuple[TensorSpec, int]:
-    return layer.tensors(item[1])[item[2]], item[3]
+def _pieces_of(layer: ExpertLayer, item: Item) -> Pieces:
+    """An expert's, or that one which the item is."""
+    return _pieces(layer, item[1]) if len(item) == 2 else [(layer.tensors(item[1])[item[2]], item[3])]
 
 
 def _last_part(layer: ExpertLayer, item: Item) -> bool:

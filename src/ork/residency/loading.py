@@ -31,20 +31,21 @@ def load_slice(source: SliceSource, device: Device, tensor: TensorSpec, index: i
 
 
 def load_run(
-    source: SliceSource, device: Device, items: Sequence[tuple[TensorSpec, int, Slot]]
+    source: SliceSource, device: Device, items: Sequence[tuple[TensorSpec, int, Slot]], *, cached: bool = False
 ) -> tuple[list[Handle], int]:
-    """Neighbours in the file, as an expert's slices are: by one read where the device takes blobs as they are. Their
-    handles and bytes in all; raises as `load_slice`."""
+    """Neighbours in the file, as an expert's slices are: by one read where the device takes blobs as they are; or any
+    that are in memory already, copied by all threads if `cached` says so. Their handles and bytes in all; raises as
+    `load_slice`."""
     rooms = []
     for tensor, index, slot in items:
         room = device.room(tensor.slices[index], slot)
-        if room.ctypes.data != slot.memory.ctypes.data:
+        if room is not slot.memory and room.ctypes.data != slot.memory.ctypes.data:
             del room
             loaded = [load_slice(source, device, *item) for item in items]
             return [handle for handle, _ in loaded], sum(nbytes for _, nbytes in loaded)
         rooms.append((tensor.name, index, room))
     try:
-        sizes = source.read_run(rooms)
+        sizes = source.copy(rooms) if cached else source.read_run(rooms)
         handles = [device.fill(t.slices[index], slot, nbytes) for (t, index, slot), nbytes in zip(items, sizes)]
         return handles, sum(sizes)
     except OrkError as error:

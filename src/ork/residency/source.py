@@ -48,9 +48,21 @@ class PackSource:
         return self.pack.read_into(self._entries[name][index], memory)
 
     def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        return self.pack.read_run(self._by_entry(items))
+
+    def cached(self, name: str, index: int) -> bool:
+        self.spec(name)
+        return self.pack.cached(self._entries[name][index])
+
+    def copy(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        return self.pack.copy(self._by_entry(items))
+
+    def _by_entry(
+        self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]
+    ) -> list[tuple[int, npt.NDArray[np.uint8]]]:
         for name in {name for name, _, _ in items}:
             self.spec(name)
-        return self.pack.read_run([(self._entries[name][index], memory) for name, index, memory in items])
+        return [(self._entries[name][index], memory) for name, index, memory in items]
 
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         self.spec(name)

@@ -68,6 +68,12 @@ class SliceSource(Protocol):
     def read_run(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
         """The same for slices (name, index, memory) that follow each other: by one read if they do; their bytes."""
 
+    def cached(self, name: str, index: int) -> bool:
+        """Whether a slice seems to be in memory already, so that bringing it is copying, not waiting: a guess."""
+
+    def copy(self, items: Sequence[tuple[str, int, npt.NDArray[np.uint8]]]) -> list[int]:
+        """`read_run` for any slices that are `cached`, by all threads of the native code: by an op's own thread."""
+
     def expect(self, name: str, index: int, start: int, nbytes: int) -> None:
         """Part of a slice will be read soon: a hint, so that several are on their way at a time."""
 

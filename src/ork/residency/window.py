@@ -69,6 +69,7 @@ class Window:
         self._placement: Mapping[Key, int] = {}
         self._slot_domain = 0
         self._pinned: dict[Key, Handle] = {}
+        self._whole: dict[tuple[str, ...], Batch] = {}  # by names: what ops ask for that is all pinned
         self._slots: list[tuple[Slot, int, int]] = []  # all of them, with bytes and domain
         self._ready: Ready | None = None
         self._loader: Loader | None = None
@@ -220,6 +221,11 @@ class Window:
     def batches(self, tensors: Sequence[TensorSpec]) -> Iterator[Batch]:
         self.reside()
         assert self.plan is not None
+        names = tuple([t.name for t in tensors])
+        if (whole := self._whole.get(names)) is not None:
+            self.stats.hits += len(whole[1])
+            yield from self._hand_out(whole, [])
+            return
         most = self.plan.batch
         batch: Batch = ([], [])
         taken: list[Key] = []
@@ -241,6 +247,8 @@ class Window:
                         self.stats.hits += 1
                     batch[0].append(i)
                     batch[1].append(handle)
+            if len(batch[1]) == sum(len(t.slices) for t in tensors) and not taken:
+                self._whole[names] = batch
             yield from self._hand_out(batch, taken)
         finally:
             self._give(taken)
@@ -312,6 +320,7 @@ class Window:
             self._cache.close()
             self._cache = None
         self._pinned.clear()
+        self._whole.clear()
         while self._slots:
             slot, nbytes, domain = self._slots.pop()
             self.device.free_slot(slot)
