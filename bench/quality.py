@@ -239,10 +239,13 @@ def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         found = candidates(float_model, recipes, Path(folder), extra)
         if args.no_quality:
             return {"model": model.stem, "rows": {}}
-        reference = fresh_pack(float_model, Path(folder), "--recipe", "f32" if args.on_grid else "f16")
-        rows = quality(reference, found, args.chunks, args.threads)
-        for c in found:
-            rows[c.name] |= {"bytes": c.nbytes, "bpw": c.bpw, "seconds": c.seconds}
+        if args.only_speed:
+            (rows,) = (r["rows"] for r in json.loads(args.only_speed.read_text()) if r["model"] == model.stem)
+        else:
+            reference = fresh_pack(float_model, Path(folder), "--recipe", "f32" if args.on_grid else "f16")
+            rows = quality(reference, found, args.chunks, args.threads)
+            for c in found:
+                rows[c.name] |= {"bytes": c.nbytes, "bpw": c.bpw, "seconds": c.seconds}
         if not args.no_speed:
             for name, rounds in speed(found, args.threads, args.rounds)["samples"].items():
                 for test in ("pp", "tg"):
@@ -261,6 +264,9 @@ def main() -> int:
     parser.add_argument("--only-sweep", action="store_true", help="--target-bpw alone")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="only these of ours")
     parser.add_argument("--no-speed", action="store_true")
+    parser.add_argument(
+        "--only-speed", type=Path, metavar="FILE", help="quality is in the --json of a run with --no-speed"
+    )
     parser.add_argument("--no-quality", action="store_true", help="only make the packs, into --folder")
     parser.add_argument("--folder", type=Path, help="keep packs here, and go on with those of an earlier run")
     parser.add_argument("--json", type=Path, metavar="FILE")
