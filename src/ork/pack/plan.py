@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -73,8 +73,7 @@ class RawPlan:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SliceInfo:
+class SliceInfo(NamedTuple):
     """One slice of a tensor: columns [n0, n1) as the blob [offset, offset + nbytes) of the file."""
 
     entry: int
@@ -202,9 +201,8 @@ class PackPlan:
 
 
 def slice_infos(entries: Records, first: int, count: int) -> list[SliceInfo]:
-    records = entries[first : first + count]
-    columns = (records[field].tolist() for field in ("n0", "n1", "offset", "nbytes"))
-    return [SliceInfo(first + i, *fields) for i, fields in enumerate(zip(*columns))]
+    records = entries[first : first + count].tolist()
+    return [SliceInfo(first + i, n0, n1, at, nbytes) for i, (at, nbytes, _, _, n0, n1, _) in enumerate(records)]
 
 
 def to_json(value: Mapping[str, Any]) -> bytes:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from ork.errors import PackError
 from ork.pack.file import Part, SliceFile, aligned
-from ork.pack.format import DTYPES, HASHED, NOTES_AREA, PAGE, damaged, hash_of
+from ork.pack.format import DTYPES, HASHED, NOTES_AREA, PAGE, TENSOR, damaged, hash_of
 from ork.pack.index import Index, describe, map_pack, names_of, read_index
 from ork.pack.metadata import BAD, Metadata, MetaValue
 from ork.pack.notes import current, read_areas
@@ -29,8 +28,7 @@ _RAW_NAME: Final = {number: name for name, (number, _) in DTYPES.items()}
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A weight [N, K] of a pack. Padded sizes are Np and Kp; `ks` is the K slice; fields as in `TensorPlan`."""
 
     name: str
@@ -124,13 +122,13 @@ class Pack:
 
     def tensor(self, name: str) -> Tensor:
         """A weight's description. Raises PackError if there is none of that name."""
-        t = self._record(name, raw=False)
+        # a field at a time takes three times as long, and a mixture of experts has tens of thousands of tensors
+        t = dict(zip(TENSOR.fields or (), self._record(name, raw=False).item()))
         N, K = t["shape"][:2].tolist()
-        first = int(t["first_entry"])
-        keys = ("Kp", "Np", "ks", "rotation", "mix", "group", "act_group", "layer", "expert")
-        fields = {key: int(t[key]) for key in keys}
-        slices = slice_infos(self._index.entries, first, int(t["entries"]))
-        return Tensor(name=name, codec=_CODEC[int(t["codec"])], N=N, K=K, first_slice=first, slices=slices, **fields)
+        first = t["first_entry"]
+        fields = {key: t[key] for key in ("Kp", "Np", "ks", "rotation", "mix", "group", "act_group", "layer", "expert")}
+        slices = slice_infos(self._index.entries, first, t["entries"])
+        return Tensor(name=name, codec=_CODEC[t["codec"]], N=N, K=K, first_slice=first, slices=slices, **fields)
 
     def content(self, name: str) -> str:
         """The hash (hex) over the hashes of a tensor's entries, weight or raw, in order: equal for equal bytes."""
