@@ -227,7 +227,7 @@ def test_a_pack_keeps_its_recipe(ork: Ork, refused: Refused, gguf: Path) -> None
         (("--tensor-type", "_norm=f16"), "'_norm' names no matrix of "),
         (("--tensor-type", "ffn=nf4:" + "9" * 5000), "write it like"),
         (("--tiers-from", "nothing.gguf"), "nothing.gguf: no such file"),
-        (("--imatrix", "nothing.imatrix"), "nothing.imatrix: No such file"),
+        (("--imatrix", "nothing.imatrix"), "nothing.imatrix: no such file"),
     ],
 )
 def test_options_that_do_not_fit(refused: Refused, gguf: Path, options: tuple[str, ...], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ork.build.imatrix import read_imatrix
-from ork.errors import OrkError, StorageError, UsageError
+from ork.errors import OrkError, SourceError, StorageError, UsageError
 from ork.quant.imatrix import Imatrix
 from tests.gguf_writer import write_gguf
 
@@ -88,7 +89,6 @@ def test_an_old_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
         b"GG",
         b"hello world, this is no imatrix",
         struct.pack("<i", 0),
@@ -121,10 +121,32 @@ def test_what_is_no_imatrix(tmp_path: Path) -> None:
         write_gguf(path, metadata, tensors)
         with pytest.raises(UsageError, match=r"x\.gguf: .*(not an imatrix|damaged)"):
             read_imatrix(path)
-    with pytest.raises(UsageError, match=r"nothing: No such file"):
-        read_imatrix(tmp_path / "nothing")
-    with pytest.raises(UsageError, match=r"directory"):
-        read_imatrix(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # nobody would ever write into it
+    (tmp_path / "empty").write_bytes(b"")
+    for name, told in (
+        ("nothing", "no such file"),
+        (".", "not a regular file"),
+        ("pipe", "not a regular file"),
+        ("empty", "is empty"),
+    ):
+        with pytest.raises(SourceError, match=told):
+            read_imatrix(tmp_path / name)
+
+
+@pytest.mark.parametrize("value", [5, True, 1.5, "text.txt", [], np.arange(3, dtype=np.int32), ["a", "b"]])
+@pytest.mark.parametrize("key", ["general.type", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"])
+def test_metadata_of_any_type(tmp_path: Path, key: str, value: object) -> None:
+    """What a text's name or a count should be may be anything in a foreign file."""
+    one, count = ("F32", np.ones((1, 4), np.float32), (1, 4)), ("F32", np.ones((1, 1), np.float32), (1, 1))
+    write_gguf(tmp_path / "x.gguf", {key: value}, {"a.weight.in_sum2": one, "a.weight.counts": count})
+    if key == "general.type":
+        with pytest.raises(UsageError, match="not an imatrix"):
+            read_imatrix(tmp_path / "x.gguf")
+        return
+    found = read_imatrix(tmp_path / "x.gguf")
+    texts = key == "imatrix.datasets" and isinstance(value, list)
+    assert found.datasets == (tuple(value) if texts else ())
+    assert found.importance("a.weight", 4).tolist() == [1, 1, 1, 1]
 
 
 @settings(max_examples=60)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -26,7 +26,6 @@ F32 = npt.NDArray[np.float32]
 SUMS: Final = ".in_sum2"
 COUNTS: Final = ".counts"
 ALIGNMENT: Final = 32  # GGUF's default
-LEGACY_MAX: Final = 1 << 30  # bytes of an old file
 U32, STRING, ARRAY = 4, 8, 9  # GGUF's value types
 F32_TENSOR: Final = 0  # ggml's number of the type
 
@@ -110,30 +109,29 @@ class Imatrix:
     def from_tensors(tensors: Mapping[str, F32], metadata: Mapping[str, Any], where: str) -> Imatrix:
         """Of the f32 tensors [rows, columns] and metadata of a GGUF file. Raises UsageError if it is no imatrix."""
         names = [name.removesuffix(SUMS) for name in tensors if name.endswith(SUMS)]
-        if not names or metadata.get("general.type", "imatrix") != "imatrix":
+        if not names or str(metadata.get("general.type", "imatrix")) != "imatrix":
             raise UsageError(f"{where}: not an imatrix: it holds no sums of squares of inputs ({SUMS})")
         for name in names:
             if tensors.get(name + COUNTS, np.empty(0)).size != tensors[name + SUMS].shape[0]:
                 raise UsageError(f"{where}: tensor {name}{COUNTS} is missing or does not fit its sums: damaged")
-        datasets = metadata.get("imatrix.datasets", ())
         return Imatrix(
             {name: tensors[name + SUMS] for name in names},
             {name: tensors[name + COUNTS].reshape(-1) for name in names},
-            tuple(map(str, datasets)) if not isinstance(datasets, str) else (),
+            _texts(metadata.get("imatrix.datasets")),
             _count(metadata.get("imatrix.chunk_count")),
             _count(metadata.get("imatrix.chunk_size")),
             where,
         )
 
     @staticmethod
-    def from_legacy(data: bytes, where: str) -> Imatrix:
+    def from_legacy(data: bytes | memoryview, where: str) -> Imatrix:
         """Of an old binary file: i32 entries; each i32 length, name, i32 calls, i32 n, f32 [n] = mean square x calls;
         then, in newer ones, i32 chunks, i32 length, name of the text. Raises UsageError if it is cut or damaged."""
         sums: dict[str, F32] = {}
         counts: dict[str, F32] = {}
         at = 0
 
-        def take(size: int) -> bytes:
+        def take(size: int) -> bytes | memoryview:
             nonlocal at
             if not 0 <= size <= len(data) - at:
                 raise UsageError(f"{where}: not an imatrix, or cut at offset {at}")
@@ -144,7 +142,7 @@ class Imatrix:
             return int(struct.unpack("<i", take(4))[0])
 
         for _ in range(number()):
-            name = take(number()).decode("utf-8", "replace")
+            name = bytes(take(number())).decode("utf-8", "replace")
             calls = number()
             values = np.frombuffer(take(4 * number()), "<f4").astype(np.float32)
             if not name or not values.size or calls < 0 or name in sums:
@@ -166,6 +164,10 @@ def _strings(texts: tuple[str, ...]) -> bytes:
 
 def _pair(key: str, kind: int, payload: bytes) -> bytes:
     return _string(key) + struct.pack("<I", kind) + payload
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else ()
 
 
 def _count(value: object) -> int:
