@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ork import native
 from ork.devices.base import Device, Handle
 from ork.errors import SourceError
-from ork.residency.stream import ExpertHandles, ExpertLayer, Streams, TensorSpec
+from ork.residency.stream import ExpertLayer, Streams, TensorSpec
 
 Array = native.Array
 Batch = native.Batch
@@ -42,6 +42,9 @@ class Weight:
         self.bias = bias
         # how the rows that meet it are quantised (rotation block, mix, group); None: they are used as they are
         self.rows = None if self.codec in FLOATS else (tensor.rotation, tensor.mix, tensor.act_group)
+
+
+_Alike = tuple[Weight, int, list[int], list[TensorSpec]]  # the first, the rows' largest code, places, tensors
 
 
 class ExpertWeights:
@@ -73,6 +76,7 @@ class Ops:
         self.observer: Callable[[Sequence[Weight], Array], None] | None = None
         self.router: Callable[[int, Routes], None] | None = None  # called with a layer's number and where its rows go
         self._vectors: dict[str, Array] = {}
+        self._calls: dict[tuple[Weight, ...], list[_Alike]] = {}
 
     # --- weights: looked up once, when the model is built ----------------------------------------------------
 
@@ -144,16 +148,25 @@ class Ops:
         if self.observer is not None:  # weights may not be held where inputs are all that is asked for
             for out in results:
                 out.numpy()[:] = 0
-        kinds = [(w.rows, self.device.activation_limit(w.codec) if w.rows else 0) for w in weights]
-        for kind in dict.fromkeys(kinds):
-            alike = [(w, out) for w, out, k in zip(weights, results, kinds) if k == kind]
-            first, (how, limit) = alike[0][0], kind
+        for first, limit, places, tensors in self._alike(weights):
+            how = first.rows
             rows = native.quantise(x, first.signs, first.block, how[2], first.mix, limit) if how else None
-            for indices, handles in self.stream.batches([w.tensor for w, _ in alike]):
-                outs = [alike[i][1] for i in indices]
-                biases = [alike[i][0].bias for i in indices]
+            for indices, handles in self.stream.batches(tensors):
+                outs = [results[places[i]] for i in indices]
+                biases = [weights[places[i]].bias for i in indices]
                 self.device.linear(handles, x, rows, outs, biases)
         return results
+
+    def _alike(self, weights: tuple[Weight, ...]) -> list[_Alike]:
+        """The weights of a call, those together that read the same quantised rows; worked out once."""
+        held = self._calls.get(weights)
+        if held is None:
+            kinds = [(w.rows, self.device.activation_limit(w.codec) if w.rows else 0) for w in weights]
+            held = self._calls[weights] = []
+            for kind in dict.fromkeys(kinds):
+                places = [i for i, k in enumerate(kinds) if k == kind]
+                held.append((weights[places[0]], kind[1], places, [weights[i].tensor for i in places]))
+        return held
 
     # --- mixture of experts -----------------------------------------------------------------------------------
 
@@ -289,14 +302,17 @@ class _ExpertPass:
         gated: set[int] = set()
         made: set[int] = set()
         for numbers, handles in ops.stream.experts(self.experts.layer, needed):
-            self._up(numbers, handles)
-            made.update(e for e, (gate, up, _) in zip(numbers, handles) if gate and up)
-            fresh = [e for e, (_, _, down) in zip(numbers, handles) if down and e not in gated]
+            ranges = self._ranges(numbers)
+            gate, up, down = zip(*handles)
+            self._up(ranges, gate, up)
+            fresh = [e for e, held in zip(numbers, down) if held and e not in gated]
             if fresh:
                 self._gate(sorted(fresh))
                 gated.update(fresh)
-            self._down(numbers, handles)
-        if ops.observer is not None and made - gated:  # held without their down projections, for what those would read
+            self._linear(self.g, self.rows, ranges, down, [self.y] * len(down))
+            if ops.observer is not None:
+                made.update(e for e, g, u in zip(numbers, gate, up) if g and u)
+        if made - gated:  # held without their down projections, for what those would read
             self._gate(sorted(made - gated))
         return native.weighted_sum(self.y, self.routes)
 
@@ -318,13 +334,13 @@ class _ExpertPass:
     def _ranges(self, numbers: Sequence[int]) -> npt.NDArray[np.int32]:
         return np.array([(self.offsets[e], self.offsets[e + 1]) for e in numbers], np.int32).reshape(-1, 2)
 
-    def _up(self, numbers: Sequence[int], handles: Sequence[ExpertHandles]) -> None:
-        gate, up = ([(e, h) for e, held in zip(numbers, handles) for h in held[i]] for i in (0, 1))
-        if self.read[0] is self.read[1]:
-            self._linear(self.x, self.read[0], gate + up, [self.g] * len(gate) + [self.u] * len(up))
+    def _up(self, ranges: npt.NDArray[np.int32], gate: Sequence[list[Handle]], up: Sequence[list[Handle]]) -> None:
+        (first, second), g, u = self.read, [self.g] * len(gate), [self.u] * len(up)
+        if first is second:
+            self._linear(self.x, first, np.concatenate((ranges, ranges)), [*gate, *up], g + u)
         else:
-            self._linear(self.x, self.read[0], gate, [self.g] * len(gate))
-            self._linear(self.x, self.read[1], up, [self.u] * len(up))
+            self._linear(self.x, first, ranges, gate, g)
+            self._linear(self.x, second, ranges, up, u)
 
     def _gate(self, numbers: Sequence[int]) -> None:
         w = self.experts.down
@@ -335,20 +351,21 @@ class _ExpertPass:
             for e in numbers:
                 self._observe(self.g, e, self.experts.layer.down[e])
 
-    def _down(self, numbers: Sequence[int], handles: Sequence[ExpertHandles]) -> None:
-        down = [(e, h) for e, held in zip(numbers, handles) for h in held[2]]
-        self._linear(self.g, self.rows, down, [self.y] * len(down))
-
     def _linear(
         self,
         x: Array,
         rows: native.QuantisedRows | None,
-        jobs: Sequence[tuple[int, Handle]],
+        ranges: npt.NDArray[np.int32],
+        held: Sequence[list[Handle]],
         outs: Sequence[Array],
     ) -> None:
-        if jobs:
-            ranges = self._ranges([e for e, _ in jobs])
-            self.ops.device.linear_experts([h for _, h in jobs], ranges, x, rows, outs)
+        """outs[i][b:e] = x[b:e] @ the slices held[i], with (b, e) = ranges[i]."""
+        counts = [len(slices) for slices in held]
+        if counts.count(1) != len(counts):
+            ranges = ranges.repeat(counts, axis=0)
+            outs = [out for out, count in zip(outs, counts) for _ in range(count)]
+        if outs:
+            self.ops.device.linear_experts([h for slices in held for h in slices], ranges, x, rows, outs)
 
     def _observe(self, x: Array, expert: int, *tensors: TensorSpec) -> None:
         ops = self.ops
