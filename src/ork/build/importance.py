@@ -13,7 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ork.build.layerwise import I32, Layers
+from ork.build.layerwise import DAMAGED, I32, Layers
+from ork.errors import OrkError
 from ork.ops import Array, Weight
 from ork.quant.imatrix import Imatrix
 
@@ -38,7 +39,8 @@ class Sums:
 
     def __call__(self, weights: Sequence[Weight], x: Array) -> None:
         """Adds rows x [M, K] that all of `weights` read."""
-        squares = np.square(x.numpy(), dtype=np.float64).sum(axis=0)
+        with np.errstate(over="ignore", invalid="ignore"):  # `_stacked` finds it
+            squares = np.square(x.numpy(), dtype=np.float64).sum(axis=0)
         for name in [w.tensor.name for w in weights]:
             self.squares[name] = self.squares.get(name, 0.0) + squares
             self.rows[name] = self.rows.get(name, 0) + x.rows
@@ -48,6 +50,7 @@ def collect(layers: Layers, tokens: I32, *, dataset: str = "", progress: Progres
     """The importance of every input over chunks `tokens` [C, T], each a sequence of its own.
 
     All rows go through the layers, HEAD_ROWS of each chunk, spread evenly, to the head, whose products nobody needs.
+    Raises OrkError where the text brings inputs that are not finite.
     """
     model, ops = layers.model, layers.ops
     count, length = tokens.shape
@@ -77,14 +80,19 @@ def collect(layers: Layers, tokens: I32, *, dataset: str = "", progress: Progres
 
 
 def _stacked(layers: Layers, sums: Sums) -> tuple[dict[str, F32], dict[str, F32]]:
-    """Squares [E, K] and rows [E] by tensor; of an expert that no row went to, zeros."""
+    """Squares [E, K] and rows [E] by tensor; of an expert that no row went to, zeros. Raises OrkError for inputs that
+    are not finite, or whose squares are not."""
     stacks: dict[str, list[str]] = {}
     for name in layers.shapes:
         if name in sums.squares or "#" in name:
             stacks.setdefault(name.partition("#")[0], []).append(name)
-    squares = {
-        stack: np.stack([sums.squares.get(n, np.zeros(layers.shapes[n][1])) for n in names]).astype(np.float32)
-        for stack, names in stacks.items()
-    }
+    with np.errstate(over="ignore"):  # found in what follows
+        squares = {
+            stack: np.stack([sums.squares.get(n, np.zeros(layers.shapes[n][1])) for n in names]).astype(np.float32)
+            for stack, names in stacks.items()
+        }
+    for stack, values in squares.items():
+        if not np.isfinite(values).all():
+            raise OrkError(f"tensor {stack}: its inputs' squares on this text are not finite; {DAMAGED}")
     rows = {stack: np.array([sums.rows.get(n, 0) for n in names], np.float32) for stack, names in stacks.items()}
     return squares, rows

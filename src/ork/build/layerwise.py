@@ -46,6 +46,7 @@ I32 = npt.NDArray[np.int32]
 RowsOf = Callable[[str, int, int], F32]  # (tensor, start, stop): rows of a weight
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+DAMAGED = "the model's weights overflow, or are damaged"  # where a text brings what is not finite
 
 
 class Layers:

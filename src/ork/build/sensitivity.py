@@ -22,9 +22,9 @@ from ork import native
 from ork.build import outputs
 from ork.build.allocate import Measured, Measurements
 from ork.build.convert import DEFAULT_MAX_RAM
-from ork.build.layerwise import EMBEDDING, F32, I32, SourceLayers
+from ork.build.layerwise import DAMAGED, EMBEDDING, F32, I32, SourceLayers
 from ork.build.outputs import Kind
-from ork.errors import UsageError
+from ork.errors import SourceError, UsageError
 from ork.measure.perplexity import cut
 from ork.models.layers import State
 from ork.ops import Array, Weight
@@ -74,8 +74,9 @@ def measure(
 ) -> Measurements:
     """All tensors of a model on sequences `tokens` [S, T], of which it takes as many as its size allows.
 
-    `mode` is the rotation. Holds one layer in f32 (and what is coarse of it), the head in f16 and a hidden state a
-    tensor. Raises SourceError for a source that cannot be converted, UsageError if `max_ram` bytes are too few.
+    `mode` is the rotation. Holds one layer in f32 (and what is coarse of it), the head in f16 and two hidden states a
+    layer. Raises SourceError for a source that cannot be converted or whose numbers on these tokens are not finite,
+    UsageError if `max_ram` bytes are too few.
     """
     layers = SourceLayers(source, threads)
     model, held = layers.model, layers.held
@@ -126,7 +127,11 @@ def measure(
     parts += [(EMBEDDING, kls[0], probe.look_up_errors(np.unique(tokens)))]
     advance(1)
     stacks = stacks_of(layers.shapes)
-    return Measurements(tuple(_measured(n, len(s), layers.shapes[s[0]], parts) for n, s in stacks.items()), count, mode)
+    tensors = tuple(_measured(n, len(s), layers.shapes[s[0]], parts) for n, s in stacks.items())
+    for t in tensors:
+        if not all(np.isfinite(o.error) for o in t.options):
+            raise SourceError(f"{source.path}: tensor {t.name}: its errors on this text are not finite; {DAMAGED}")
+    return Measurements(tensors, count, mode)
 
 
 @dataclass(frozen=True)
