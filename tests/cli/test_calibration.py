@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ork.build import sensitivity
+from ork.build import convert, sensitivity
+from ork.build.allocate import Measurements
 from ork.build.imatrix import read_imatrix
 from ork.pack.format import align
 from ork.pack.reader import Pack
@@ -26,8 +28,17 @@ TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 12
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer of width 512, so that slices are more than padding."""
+    return tiny.write(
+        tmp_path_factory.mktemp("calibration") / "model.gguf", metadata_of_one_layer(), tensors_of_one_layer()
+    )
+
+
+WIDTH, FFN = 512, 1024
+
+
+def tensors_of_one_layer() -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    width, ffn = 512, 1024
+    width, ffn = WIDTH, FFN
     shapes = {"attn_q": (width, width), "attn_k": (256, width), "attn_v": (256, width), "attn_output": (width, width)}
     shapes |= {"ffn_gate": (ffn, width), "ffn_up": (ffn, width), "ffn_down": (width, ffn)}
     tensors = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()}
@@ -37,10 +48,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     values |= {name: np.ones(width, np.float32) for name in ("output_norm.weight", "blk.0.attn_norm.weight")}
     values["blk.0.ffn_norm.weight"] = np.ones(width, np.float32)
-    sizes = {"block_count": 1, "embedding_length": width, "feed_forward_length": ffn}
+    return values
+
+
+def metadata_of_one_layer() -> dict[str, Any]:
+    sizes = {"block_count": 1, "embedding_length": WIDTH, "feed_forward_length": FFN}
     sizes |= {"attention.key_length": 128, "attention.value_length": 128}
-    metadata = tiny.metadata(**{f"llama.{key}": value for key, value in sizes.items()})
-    return tiny.write(tmp_path_factory.mktemp("calibration") / "model.gguf", metadata, values)
+    return tiny.metadata(**{f"llama.{key}": value for key, value in sizes.items()})
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +110,33 @@ def test_imatrix_says_what_is_wrong(refused: Refused, model: Path, text: Path, t
     assert "chunks" in refused("imatrix", model, "-f", text, "-o", target, "--chunks", 0)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused("imatrix", model, "-f", tmp_path / "bytes", "-o", target)
-    assert "nowhere" in refused("imatrix", model, "-f", text, "-o", tmp_path / "nowhere" / "a.gguf", "-c", 64)
+    nowhere = tmp_path / "nowhere" / "a.gguf"
+    assert "there is no folder" in refused("imatrix", tmp_path / "unread.gguf", "-f", text, "-o", nowhere)
     assert not target.exists()
+
+
+def test_imatrix_overwrites_nothing_but_an_imatrix(
+    ork: Ork, refused: Refused, model: Path, text: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(model.read_bytes())
+    for file in (copy, text):
+        before = file.read_bytes()
+        assert "is there and is no imatrix" in refused("imatrix", copy, "-f", text, "-o", file)
+        assert file.read_bytes() == before
+    for chunks in (1, 2):
+        assert ork("imatrix", copy, "-f", text, "-o", tmp_path / "a.gguf", "-c", 64, "--chunks", chunks)[0] == 0
+        assert read_imatrix(tmp_path / "a.gguf").chunk_count == chunks
+
+
+def test_a_model_that_overflows_on_the_text(refused: Refused, text: Path, tmp_path: Path) -> None:
+    tensors = tiny.random_tensors()
+    tensors["blk.1.ffn_norm.weight"] = np.full(64, 1e25, np.float32)
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    told = "not finite; the model's weights overflow, or are damaged"
+    assert told in refused("imatrix", source, "-f", text, "-o", tmp_path / "a.gguf", "-c", 64)
+    assert told in refused("convert", source, "--recipe", "mixed", "--calibrate", text)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 # --- ork convert
@@ -143,6 +182,22 @@ def test_promotion_is_on_top_of_the_recipe(ork: Ork, model: Path, text: Path, tm
     assert set(promoted.values()) == {"nf4", "i8"}
 
 
+def test_a_recipe_file_may_ask_for_gptq_and_be_promoted(ork: Ork, model: Path, text: Path, tmp_path: Path) -> None:
+    """--calibrate-tokens is for it, as with --gptq; what is measured is rotated as its four bits are."""
+    (tmp_path / "mine.toml").write_text(
+        '[default]\ncodec = "f16"\n[[rule]]\nmatch = "attn"\ncodec = "nf4"\nrotation = "block"\ngptq = true\n'
+    )
+    long = tmp_path / "long.txt"
+    long.write_text(TEXT * 4)
+    options = ("--recipe", tmp_path / "mine.toml", "--promote-budget", 0.2, "--calibrate-tokens", 512)
+    file, target = tmp_path / "figures.json", tmp_path / "x.orkpack"
+    code, _, err = ork("convert", model, *options, "--calibrate", long, "--measurements", file, "-o", target)
+    assert code == 0
+    assert "GPTQ on" in err
+    assert b'"mode":"block"' in file.read_bytes()
+    assert set(weights(target)[2].values()) == {"f16", "nf4", "i8"}
+
+
 def test_measurements_serve_other_budgets(
     ork: Ork, refused: Refused, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +225,98 @@ def test_measurements_serve_other_budgets(
     assert "--measurements goes with" in refused("convert", model, "--measurements", file)
 
 
+@pytest.fixture
+def measurings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The rotations of what is measured from now on."""
+    done: list[str] = []
+    measure = sensitivity.measure
+
+    def counted(*args: Any, **options: Any) -> Measurements:
+        done.append(options["mode"])
+        return measure(*args, **options)
+
+    monkeypatch.setattr(sensitivity, "measure", counted)
+    return done
+
+
+@pytest.fixture
+def interrupted(ork: Ork, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a conversion that ends, as Ctrl-C ends it, in the middle of its slices."""
+
+    def run(*command: object) -> None:
+        calls, make_blob = itertools.count(), convert.make_blob
+
+        def blob(*args: Any) -> Any:
+            if next(calls) == 6:
+                raise KeyboardInterrupt
+            return make_blob(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, "make_blob", blob)
+            assert ork(*command, "--threads", 1)[0] == 130
+
+    return run
+
+
+def test_interrupted_it_goes_on_without_measuring(
+    ork: Ork, interrupted: Callable[..., None], model: Path, text: Path, tmp_path: Path, measurings: list[str]
+) -> None:
+    target = tmp_path / "x.orkpack"
+    command = ("convert", model, "--recipe", "mixed", "--calibrate", text, "-o", target)
+    assert ork(*command)[0] == 0
+    want = target.read_bytes()
+    assert list(tmp_path.iterdir()) == [target]
+    target.unlink()
+    for _ in range(2):  # also the second time
+        interrupted(*command)
+        assert {p.name for p in tmp_path.iterdir()} == {f"x.orkpack.{end}" for end in ("part", "journal", "measuring")}
+    assert measurings == ["mix"] * 2
+    code, _, err = ork(*command)
+    assert (code, measurings) == (0, ["mix"] * 2)
+    assert "going on with what the conversion that was interrupted has measured" in err
+    assert target.read_bytes() == want
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_an_interrupted_conversion_measured_on_something_else_is_not_taken(
+    ork: Ork, interrupted: Callable[..., None], model: Path, text: Path, tmp_path: Path, measurings: list[str]
+) -> None:
+    """Another text, rotation or source; a file that is damaged; a recipe that needs no measuring."""
+    target, waiting = tmp_path / "x.orkpack", tmp_path / "x.orkpack.measuring"
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.upper())
+    command = ("convert", model, "--recipe", "mixed", "--calibrate", text, "-o", target)
+    interrupted(*command)
+    kept = waiting.read_bytes()
+    tensors = {name: 2 * value for name, value in tensors_of_one_layer().items()}
+    changed = tiny.write(tmp_path / "changed.gguf", metadata_of_one_layer(), tensors)
+    for options in (
+        ("convert", model, "--recipe", "mixed", "--calibrate", other),
+        ("convert", model, "--recipe", "mixed", "--calibrate", text, "--rotation", "block"),
+        ("convert", changed, "--recipe", "mixed", "--calibrate", text),
+    ):
+        waiting.write_bytes(kept)
+        measurings.clear()
+        assert ork(*options, "-o", target)[0] == 0
+        assert len(measurings) == 1
+        assert not waiting.exists()
+    waiting.write_bytes(kept[:-20])
+    assert ork(*command)[0] == 0
+    assert len(measurings) == 2
+    waiting.write_bytes(kept)
+    assert ork("convert", model, "-o", target)[0] == 0
+    assert not waiting.exists()
+
+
+def test_what_was_measured_goes_with_a_refusal(
+    refused: Refused, model: Path, text: Path, tmp_path: Path, measurings: list[str]
+) -> None:
+    only = ("--tensor-type", "blk=f32", "--target-bpw", 5, "--calibrate", text)
+    assert "bits a weight are too few" in refused("convert", model, *only, "-o", tmp_path / "x.orkpack")
+    assert len(measurings) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_named_tensors_keep_what_they_were_given(ork: Ork, model: Path, text: Path, tmp_path: Path) -> None:
     target = tmp_path / "x.orkpack"
     kept = ("--tensor-type", "attn_q=f16", "--tensor-type", "ffn_up=i4")
@@ -188,6 +335,9 @@ def test_what_cannot_be_written_is_told_before_the_measuring(
     assert "this is a folder" in refused(*mixed, "-o", tmp_path)
     assert "goes with --gptq" in refused(*mixed, "--calibrate-tokens", 512)
     assert "size 'lots'" in refused(*mixed, "--max-ram", "lots")
+    assert "--calibrate-tokens 5: one sequence takes 512" in refused(*mixed, "--gptq", "--calibrate-tokens", 5)
+    assert "there is no folder" in refused(*mixed, "-o", tmp_path / "no" / "x.orkpack")
+    assert "there is no folder" in refused(*mixed, "--measurements", tmp_path / "no" / "x.json")
     assert "'atn' names no matrix" in refused(*mixed, "--tensor-type", "atn=i8")
     short = tmp_path / "short.txt"
     short.write_text("abcdefgh" * 25)

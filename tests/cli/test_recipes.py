@@ -235,6 +235,14 @@ def test_options_that_do_not_fit(refused: Refused, gguf: Path, options: tuple[st
     assert not list(gguf.parent.glob("*.orkpack*"))
 
 
+def test_a_pack_is_not_converted_again(ork: Ork, refused: Refused, gguf: Path) -> None:
+    assert ork("convert", gguf)[0] == 0
+    pack = gguf.with_suffix(".orkpack")
+    before = pack.read_bytes()
+    assert "convert the model that it was made of" in refused("convert", pack, "--recipe", "nf4")
+    assert pack.read_bytes() == before
+
+
 def test_files_of_other_models(refused: Refused, gguf: Path, tmp_path: Path) -> None:
     other = tiny.write(tmp_path / "o.gguf", tiny.metadata(), tiny.random_tensors(rows=270))
     assert "not the same model: token_embd.weight is 270 x 64 and 263 x 64" in refused(

@@ -24,6 +24,7 @@ import xxhash
 from ork import models, tiles
 from ork.build.check import check_model
 from ork.errors import SourceError, StorageError, UsageError
+from ork.files import check_folder
 from ork.pack.format import MAGIC
 from ork.pack.plan import PackPlan, RawPlan, TensorPlan
 from ork.pack.writer import PackWriter
@@ -243,12 +244,15 @@ def effective_bits(t: TensorInfo) -> float:
 
 
 def check_recipe(source: Source, recipe: Recipe, *, allow_requantize: bool = False) -> None:
-    """Warns of rules that name no matrix of the source. Raises UsageError if a matrix that has about 4 bits already
-    were to be rounded to 4 bits again and that is not allowed."""
+    """Warns of rules that name no matrix of the source; UsageError as `check_requantising`."""
     for pattern in recipe.idle(t.name for t in source.tensors.values() if is_weight(t)):
         warnings.warn(f"recipe {recipe.name}: match {pattern!r} names no matrix of {source.path}", stacklevel=2)
-    if allow_requantize:
-        return
+    if not allow_requantize:
+        check_requantising(source, recipe)
+
+
+def check_requantising(source: Source, recipe: Recipe) -> None:
+    """Raises UsageError if a matrix that has about 4 bits already were to be rounded to 4 bits again."""
     coarse = [t for t in source.tensors.values() if is_weight(t) and effective_bits(t) < INT8_BITS]
     again = [t for t in coarse if recipe.choose(t.name).four_bit]
     if again:
@@ -311,11 +315,12 @@ def workers_within(plan: PackPlan, max_ram: int, workers: int | None = None) -> 
 
 
 def check_target(target: Path) -> None:
-    """Nothing but a pack is ever overwritten, the source least of all."""
+    """Nothing but a pack is ever overwritten, the source least of all. Raises UsageError, StorageError."""
     try:
         if target.is_dir():
             raise UsageError(f"{target}: this is a folder; name the pack to write")
         if not target.exists():
+            check_folder(target)
             return
         if target.is_file():
             with target.open("rb") as f:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ork.errors import OrkError, UsageError
+from ork.files import check_folder
 from ork.quant.imatrix import COUNTS, SUMS, Imatrix
 from ork.sources.base import MappedFile
 from ork.sources.gguf import MAGIC, GgufSource
@@ -24,3 +26,14 @@ def read_imatrix(path: Path) -> Imatrix:
             if name.endswith((SUMS, COUNTS)) and info.kind == "F32"
         }
         return Imatrix.from_tensors(tensors, source.metadata, str(path))
+
+
+def check_output(path: Path) -> None:
+    """Nothing but an imatrix is ever overwritten, the model least of all: raises UsageError for what else is there,
+    StorageError for a folder that is not."""
+    check_folder(path)
+    if path.exists():
+        try:
+            read_imatrix(path)
+        except OrkError:
+            raise UsageError(f"{path}: is there and is no imatrix; choose another name or remove it") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,7 +14,7 @@ import xxhash
 from ork.build.allocate import Measured, Measurements
 from ork.build.convert import plan_pack
 from ork.build.layerwise import I32
-from ork.errors import UsageError
+from ork.errors import OrkError, UsageError
 from ork.files import write_whole
 from ork.quant.recipe import builtin
 from ork.sources.base import Source
@@ -55,6 +57,27 @@ def load(path: Path, subject: str) -> Measurements | None:
     if kept.subject != subject:
         raise UsageError(f"{path}: measured on another model, text or rotation; name another file")
     return kept.measurements
+
+
+def recall(path: Path, subject: str) -> Measurements | None:
+    """As `load`, but of what an earlier conversion left: anything else there is nothing."""
+    with contextlib.suppress(UsageError):
+        return load(path, subject)
+    return None
+
+
+@contextlib.contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """Where measurements wait until the pack `target` is whole. They go with its part file: kept when a conversion is
+    interrupted, so that the next one goes on without measuring, and gone when it is done or leaves nothing."""
+    path = target.with_name(f"{target.name}.measuring")
+    try:
+        yield path
+    except OrkError:
+        if not target.with_name(f"{target.name}.part").exists():
+            path.unlink(missing_ok=True)
+        raise
+    path.unlink(missing_ok=True)
 
 
 def _usable(t: Measured) -> bool:

@@ -12,7 +12,10 @@ from ork.cli.recipes import command_line_rules, recipe_of
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
-    from ork.build.allocate import Allocation
+    import numpy as np
+    import numpy.typing as npt
+
+    from ork.build.allocate import Allocation, Measurements
     from ork.build.convert import Aids
     from ork.quant.recipe import Recipe
     from ork.sources.base import Source
@@ -68,12 +71,12 @@ def measured(args: argparse.Namespace) -> bool:
     return by_budget
 
 
-def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids) -> Recipe:
-    """The recipe for the budget that the options name, and a line about it."""
+def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids, waiting: Path) -> Recipe:
+    """The recipe for the budget that the options name, and a line about it. What is measured is kept in `waiting`,
+    unless --measurements names another file."""
     from ork.build.calibrate import tokens_of
-    from ork.build.convert import check_recipe, is_weight, plan_pack
-    from ork.build.measurements import load, save, subject_of
-    from ork.build.sensitivity import calibration_tokens, measure
+    from ork.build.convert import check_requantising, is_weight, plan_pack
+    from ork.build.sensitivity import calibration_tokens
     from ork.quant.recipe import builtin
     from ork.text.tokenizer import Tokenizer, build_tokenizer
 
@@ -81,30 +84,27 @@ def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids) -> Rec
     rules = command_line_rules(args, source)
     if args.promote_budget is not None:
         base = recipe_of(args, source)
-        mode = base.default.rotation
-        if not any(base.choose(t.name).four_bit for t in source.tensors.values() if is_weight(t)):
+        modes = [
+            c.rotation for c in (base.choose(t.name) for t in source.tensors.values() if is_weight(t)) if c.four_bit
+        ]
+        if not modes:
             raise UsageError(f"--promote-budget makes int8 of 4 bits, of which recipe {base.name} has none")
+        mode = modes[0]
     else:
         base = builtin("nf4", group=64).rotated(mode).but(rules)
-    check_recipe(source, base, allow_requantize=args.allow_requantize)
+    if not args.allow_requantize:
+        check_requantising(source, base)
+    gptq = args.gptq or base.calibrated
+    if args.calibrate_tokens is not None and not gptq:
+        raise UsageError("--calibrate-tokens is how much of a text GPTQ looks at: it goes with --gptq")
     text, name = calibration(args.calibrate)
     tokenizer = Tokenizer.load(build_tokenizer(source.metadata))
     tokens = calibration_tokens(tokenizer, text)
-    if args.gptq:  # what would keep the pack from being made is told before the measuring
-        tokens_of(tokenizer, text)
+    if gptq:  # what would keep the pack from being made is told before the measuring
+        tokens_of(tokenizer, text, gptq_tokens(args))
     if aids.importance:
         plan_pack(source, base.with_importance(), tokenizer=b"", aids=aids)
-    file = args.measurements
-    subject = subject_of(source, tokens, mode) if file else ""
-    found = load(file, subject) if file else None
-    if found is None:
-        with step_bar("measuring") as progress:
-            found = measure(
-                source, tokens, mode=mode, threads=args.threads, max_ram=parse_size(args.max_ram), progress=progress
-            )
-        if file:
-            save(file, subject, found)
-    found = found.fixed(base, [pattern for pattern, _ in rules])
+    found = _measurements(args, source, tokens, mode, waiting).fixed(base, [pattern for pattern, _ in rules])
     if args.promote_budget is not None:
         allocation = found.promote(base, int(args.promote_budget * 1e6))
     elif args.target_bpw is not None:
@@ -116,6 +116,36 @@ def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids) -> Rec
     say(f"measured {found.tokens} tokens of {name}: {allocation_text(allocation)}")
     recipe = allocation.recipe()
     return recipe if args.promote_budget is not None else recipe.but(rules)
+
+
+def gptq_tokens(args: argparse.Namespace) -> int:
+    """How much of a text GPTQ looks at."""
+    from ork.build.calibrate import DEFAULT_TOKENS
+
+    return DEFAULT_TOKENS if args.calibrate_tokens is None else int(args.calibrate_tokens)
+
+
+def _measurements(
+    args: argparse.Namespace, source: Source, tokens: npt.NDArray[np.int32], mode: str, waiting: Path
+) -> Measurements:
+    """Those of --measurements, or of a conversion that was interrupted, or made now and kept in such a file."""
+    from ork.build.measurements import load, recall, save, subject_of
+    from ork.build.sensitivity import measure
+    from ork.files import check_folder
+
+    subject = subject_of(source, tokens, mode)
+    found = load(args.measurements, subject) if args.measurements else recall(waiting, subject)
+    if found is None:
+        file = args.measurements or waiting
+        check_folder(file)
+        with step_bar("measuring") as progress:
+            found = measure(
+                source, tokens, mode=mode, threads=args.threads, max_ram=parse_size(args.max_ram), progress=progress
+            )
+        save(file, subject, found)
+    elif not args.measurements:
+        say("going on with what the conversion that was interrupted has measured")
+    return found
 
 
 def allocation_text(allocation: Allocation) -> str:

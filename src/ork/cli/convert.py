@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ork.cli.calibration import add_allocation, measured, measured_recipe
+from ork.cli.calibration import add_allocation, gptq_tokens, measured, measured_recipe
 from ork.cli.common import add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
 from ork.cli.measuring import evaluate_pack, read_text, text_to_evaluate
 from ork.cli.recipes import add_recipe, recipe_of
@@ -65,12 +65,16 @@ def _beside(path: Path) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ork.build.cache import is_pack
     from ork.build.convert import Aids, check_target, convert
     from ork.build.imatrix import read_imatrix
+    from ork.build.measurements import beside
     from ork.sources.base import open_source
 
     check_threads(args.threads)
     path = resolve(args.model)
+    if path.is_file() and is_pack(path):
+        raise UsageError(f"{path}: is a pack, which stays as it was made; convert the model that it was made of")
     target = args.output or _beside(path.absolute())
     check_target(target)
     max_ram = parse_size(args.max_ram)
@@ -78,11 +82,10 @@ def run(args: argparse.Namespace) -> int:
     aids = Aids(read_imatrix(args.imatrix) if args.imatrix else None)
     start = time.perf_counter()
     by_measuring = measured(args)
-    if by_measuring and args.calibrate_tokens is not None and not args.gptq:
-        raise UsageError("--calibrate-tokens is how much of a text GPTQ looks at: it goes with --gptq")
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(open_source(path)))
-        recipe = measured_recipe(args, source, aids) if by_measuring else recipe_of(args, source)
+        waiting = stack.enter_context(beside(target))
+        recipe = measured_recipe(args, source, aids, waiting) if by_measuring else recipe_of(args, source)
         progress = stack.enter_context(progress_bar(target.name))
         if args.gptq:
             recipe = recipe.with_gptq()
@@ -116,11 +119,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrated(args: argparse.Namespace, source: Source, target: Path, recipe: Recipe, options: _Options) -> list[str]:
     """Converts with GPTQ; lines on what the text was too short for."""
-    from ork.build.calibrate import DEFAULT_TOKENS, convert_calibrated
+    from ork.build.calibrate import convert_calibrated
     from ork.build.importance import calibration_text
 
     text = read_text(args.calibrate) if args.calibrate else calibration_text()
     told = f"GPTQ on {args.calibrate or 'the text that comes with ork; --calibrate takes one nearer to your use'}"
-    tokens = DEFAULT_TOKENS if args.calibrate_tokens is None else args.calibrate_tokens
     announce = partial(say, told)
-    return convert_calibrated(source, target, recipe, text, tokens=tokens, announce=announce, **options).lines()
+    return convert_calibrated(
+        source, target, recipe, text, tokens=gptq_tokens(args), announce=announce, **options
+    ).lines()

@@ -21,6 +21,7 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ork.build.cache import is_pack
+    from ork.build.imatrix import check_output
     from ork.build.importance import collect
     from ork.build.layerwise import PackLayers, SourceLayers
     from ork.measure.perplexity import cut
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from ork.text.tokenizer import Tokenizer, build_tokenizer
 
     check_threads(args.threads)
+    check_output(args.output)
     path = resolve(args.model)
     text, name = calibration(args.file)
     with contextlib.ExitStack() as stack:
