@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -97,11 +98,37 @@ def test_what_ppl_refuses(refused: Refused, model: Path, packed: Path, text: Pat
         (("-f", text, "-c", "32", "--base", base), "its head is damaged"),
         (("-f", text, "-c", "32", "--base", text), "not a file of `ork ppl --save-base`"),
         (("-f", text, "--base", base, "--against", packed), "exclude each other"),
-        (("-f", text, "-c", "32", "--save-base", tmp_path / "no" / "x"), "No such file"),
+        (("-f", text, "-c", "32", "--save-base", tmp_path / "no" / "x"), "there is no folder"),
+        (("-f", text, "-c", "32", "--save-base", binary), "is there and is no file of `ork ppl --save-base`"),
+        (("-f", text, "-c", "32", "--save-base", tmp_path), "directory"),
         ((), "required"),
     ):
         assert words in refused("ppl", packed, *args)
+    assert binary.read_bytes() == b"abc\xff"
     assert "q3" in refused("ppl", model, "-f", text, "--codec", "q3")
+
+
+def strictly(text: str) -> dict[str, Any]:
+    """JSON as the standard has it, without Infinity and NaN."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    found = json.loads(text, parse_constant=refuse)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_an_error_that_is_not_known_is_null(ork: Ork, packed: Path, text: Path) -> None:
+    found = strictly(ork("ppl", packed, "--against", packed, "-f", text, "-c", 4, "--chunks", 1, "--json")[1])
+    assert found["tokens"] == 1
+    assert [key for key, value in found.items() if value is None] == [
+        "error",
+        "reference_error",
+        "ratio_error",
+        "kl_error",
+        "top1_error",
+    ]
 
 
 # --- qerr
@@ -119,6 +146,17 @@ def test_errors_of_weights(ork: Ork, model: Path, packed: Path) -> None:
     assert "blk.1.attn_output.weight" in out
 
 
+def test_a_model_that_overflows_is_walked_through_all_the_same(ork: Ork, text: Path, tmp_path: Path) -> None:
+    tensors = tiny.random_tensors()
+    tensors["blk.1.ffn_norm.weight"][:] = 1e25
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    for codec in ("i8", "f32"):
+        assert ork("convert", source, "--codec", codec, "-o", tmp_path / f"{codec}.orkpack")[0] == 0
+    packs = (tmp_path / "i8.orkpack", "--against", tmp_path / "f32.orkpack")
+    walk = strictly(ork("qerr", *packs, "-f", text, "-c", 8, "--json")[1])["walk"]
+    assert [d["error"] is None for d in walk["layers"]] == [False, False, True, True]
+
+
 def test_where_two_packs_and_devices_differ(ork: Ork, model: Path, packed: Path, text: Path) -> None:
     code, out, _ = ork("qerr", packed, "--against-device", "emu", "-f", text, "-c", "8")
     assert code == 0
@@ -134,7 +172,17 @@ def test_where_two_packs_and_devices_differ(ork: Ork, model: Path, packed: Path,
 def test_what_qerr_refuses(refused: Refused, model: Path, packed: Path, text: Path, tmp_path: Path) -> None:
     other = tiny.random_gguf(tmp_path / "other.gguf", "qwen2")
     assert "does not hold its source" in refused("qerr", packed)
-    assert "give one with -f" in refused("qerr", packed, "--against-device", "emu")
+    walking = (
+        ("--against-device", "emu"),
+        ("--device", "emu"),
+        ("--kv", "f16"),
+        ("--min-rows", 5),
+        ("-c", 8),
+        ("--chunks", 1),
+    )
+    for option in walking:
+        told = f"{option[0]} is for walking through a text: give one with -f"
+        assert told in refused("qerr", packed, "--against", model, *option)
     assert "known are auto, cpu" in refused("qerr", packed, "--against-device", "gpu", "-f", text, "-c", "8")
     assert "is this its source?" in refused("qerr", packed, "--against", other)
     assert "at most 512" in refused("qerr", packed, "--against-device", "emu", "-f", text, "-c", "513")
@@ -243,6 +291,10 @@ def test_two_packs(ork: Ork, model: Path, packed: Path, tmp_path: Path) -> None:
     assert not found["same"]
     assert found["raw"] == []
     out = ork("diff", packed, other)[1]
+    assert re.search(r"match attn_v +│ - +│ f32, rotation none", out)
+    assert re.search(r"all others +│ - +│ i8, rotation block", out)
+    assert re.search(r"all +│ i8, rotation block +│ - ", out)
+    assert "rotation block" not in ork("diff", packed, packed)[1]
     assert "blk.0.attn_v.weight" in out
     assert "14 tensors are equal, 2 differ" in out
 

@@ -51,6 +51,18 @@ def test_an_f32_pack_is_its_source(load: Load, gguf: Path) -> None:
     assert done[-1][0] == done[-1][1] == sum(4 * e.N * e.K for e in plain)
 
 
+def test_a_row_that_should_be_zeros_is_the_worst(load: Load, gguf: Path, tmp_path: Path) -> None:
+    source = open_source(gguf)
+    tensors = {name: source.rows(name, 0, t.rows).reshape(t.shape) for name, t in source.tensors.items()}
+    tensors["output.weight"] = tensors["output.weight"].copy()
+    tensors["output.weight"][7] = 0
+    other = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    errors = {e.name: e for e in tensor_errors(pack_of(load()), SourceWeights(open_source(other)))}
+    assert (errors["output.weight"].worst, errors["output.weight"].worst_row) == (math.inf, 7)
+    assert 0 < errors["output.weight"].error < 1
+    assert all(e.worst < 1 for name, e in errors.items() if name != "output.weight")
+
+
 def test_another_models_weights_are_refused(load: Load, tmp_path: Path) -> None:
     other = tiny.write(tmp_path / "wider.gguf", tiny.metadata(), tiny.random_tensors(rows=tiny.VOCAB + 64))
     with pytest.raises(UsageError, match=f"of shape {tiny.VOCAB + 64} x 64, {tiny.VOCAB} x 64 is expected"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from ork.cli.common import codec_text, size_text
-from ork.cli.measuring import whole_names
+from ork.cli.measuring import json_text, whole_names
 
 LAYOUT = ("codec", "shape", "group", "act_group", "rotation", "mix")  # what makes two tensors alike but for content
 
@@ -24,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = compare(inspect(args.a), inspect(args.b))
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json_text(found, indent=1))
     else:
         _show(found)
     return 0
@@ -63,9 +62,10 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    from ork.cli.inspect import quality_rows
+    from ork.cli.inspect import quality_rows, recipe_rows
 
     console = Console(highlight=False)
     about = Table("", "A", "B")
@@ -82,6 +82,12 @@ def _show(found: dict[str, Any]) -> None:
     for key in dict.fromkeys([*rows[0], *rows[1]]):
         about.add_row(key, *(r.get(key, "-") for r in rows))
     console.print(about)
+    recipes = [recipe_rows(r) for r in found["recipe"]]
+    if changed := [row for row in dict.fromkeys([*recipes[0], *recipes[1]]) if not all(row in r for r in recipes)]:
+        table = Table("recipe", "A", "B")
+        for which, how in changed:
+            table.add_row(escape(which), *(how if (which, how) in r else "-" for r in recipes))
+        console.print(table)
     if found["tensors"]:
         names = whole_names("tensor", [t["name"] for t in found["tensors"]])
         table = Table(names, "differs in", "A", "B")

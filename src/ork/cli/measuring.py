@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import math
 import shlex
 import sys
 import time
@@ -79,6 +81,19 @@ def opened(
         **(options or {}),
     ) as model:
         yield model
+
+
+def json_text(record: Any, indent: int | None = None) -> str:
+    """As JSON, which has no infinity and no NaN: null instead (the error of a single prediction, say)."""
+    return json.dumps(_finite(record), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def whole_names(header: str, names: Sequence[str]) -> Column:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ork.cli.common import add_device, add_model, check_threads, resolve, say, size_text
-from ork.cli.measuring import Ticker, add_text, converted, opened, read_text
+from ork.cli.measuring import Ticker, add_text, converted, json_text, opened, read_text
 from ork.cli.recipes import add_first_run
 from ork.cli.window import add_window, window_options
 from ork.errors import UsageError
@@ -38,11 +37,14 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ork.measure.base import check_output
     from ork.measure.perplexity import same_text
     from ork.quant.recipe import builtin
 
     if sum(x is not None for x in (args.against, args.base, args.save_base)) > 1:
         raise UsageError("--against, --base and --save-base exclude each other: there is one reference")
+    if args.save_base:
+        check_output(args.save_base)
     check_threads(args.threads)
     options = window_options(args)
     text = read_text(args.file)
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         }
     rate = len(chunks) * chunks.context / seconds
     if args.json:
-        print(json.dumps({**about, "tokens_per_second": round(rate, 2), **found}))
+        print(json_text({**about, "tokens_per_second": round(rate, 2), **found}))
     else:
         print(_told(found))
         say(f"{len(chunks)} chunks of {chunks.context} tokens in {seconds:.1f} s, {rate:.0f} tok/s")

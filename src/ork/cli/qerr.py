@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ork.cli.common import add_device, add_model, check_threads, codec_text, progress_bar, resolve
-from ork.cli.measuring import add_text, converted, opened, read_text, whole_names
+from ork.cli.measuring import add_text, converted, json_text, opened, read_text, whole_names
 from ork.cli.recipes import add_first_run
 from ork.errors import UsageError
 
@@ -32,8 +31,8 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_threads(args.threads)
-    if args.file is None and (args.against_device or args.chunks is not None):
-        raise UsageError("devices are compared on a text: give one with -f")
+    if args.file is None:
+        _check_no_walk(args)
     if args.chunks is not None:
         raise UsageError("--chunks: one chunk of -c tokens is walked through")
     path = resolve(args.model)
@@ -44,13 +43,27 @@ def run(args: argparse.Namespace) -> int:
     tensors = None if against is None else _tensors(args, path, against)
     walked = None if text is None else _walk(args, path, against, text)
     if args.json:
-        print(json.dumps(_record(tensors, walked), indent=1))
+        print(json_text(_record(tensors, walked), indent=1))
         return 0
     if tensors is not None:
         _show_tensors(tensors)
     if walked is not None:
         _show_walk(walked)
     return 0
+
+
+def _check_no_walk(args: argparse.Namespace) -> None:
+    """Raises UsageError for an option that says how a text is walked through, when there is none."""
+    given = {
+        "--against-device": args.against_device is not None,
+        "--device": args.device != "auto",
+        "--min-rows": args.min_rows is not None,
+        "--kv": args.kv != "f32",
+        "-c": args.context != 512,
+        "--chunks": args.chunks is not None,
+    }
+    for option in (option for option, there in given.items() if there):
+        raise UsageError(f"{option} is for walking through a text: give one with -f")
 
 
 def _own_source(path: Path) -> Path:
@@ -69,9 +82,9 @@ def _tensors(args: argparse.Namespace, path: Path, against: Path) -> list[Tensor
     from ork.sources.base import open_source
 
     with contextlib.ExitStack() as stack:
-        ours = PackWeights(stack.enter_context(Pack.open(converted(path, args))))
+        ours = PackWeights(stack.enter_context(Pack.open(converted(path, args))), args.threads)
         if against.is_file() and is_pack(against):
-            theirs: Any = PackWeights(stack.enter_context(Pack.open(against)))
+            theirs: Any = PackWeights(stack.enter_context(Pack.open(against)), args.threads)
         else:
             theirs = SourceWeights(stack.enter_context(contextlib.closing(open_source(against))))
         progress = stack.enter_context(progress_bar("comparing"))

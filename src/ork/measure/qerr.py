@@ -44,10 +44,10 @@ class Weights(Protocol):
 class PackWeights:
     """A pack's weights, dequantised."""
 
-    def __init__(self, pack: Pack):
+    def __init__(self, pack: Pack, threads: int | None = None):
         self.pack = pack
         self.name = str(pack.path)
-        device = CpuDevice()
+        device = CpuDevice(threads)
         self._ops = Ops(Stream(PackSource(pack), device), device)
         self._held: tuple[str, Weight] | None = None
 
@@ -131,7 +131,8 @@ def _tensor_error(
     pack: Pack, name: str, differences: npt.NDArray[np.float64], squares: npt.NDArray[np.float64]
 ) -> TensorError:
     t = pack.tensor(name)
-    by_row = np.sqrt(np.divide(differences, squares, out=np.zeros_like(squares), where=squares > 0))
+    nothing = np.where(differences > 0, np.inf, 0.0)  # relative to a row of zeros
+    by_row = np.sqrt(np.divide(differences, squares, out=nothing, where=squares > 0))
     worst = int(by_row.argmax())
     sums = float(differences.sum()), float(squares.sum())
     bits = 8 * sum(s.nbytes for s in t.slices) / (t.N * t.K)
