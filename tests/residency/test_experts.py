@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ork.errors import StorageError, UsageError
+from ork.residency import expert_cache, experts
 from ork.residency.experts import HALF_LIFE, Lfu, Lru, Pool, Visit, plan_experts, profile_of
 from ork.residency.stream import Stream
 from ork.residency.window import Window
@@ -254,6 +257,77 @@ def test_a_pass_that_is_given_up(prefetch: bool) -> None:
     model.window.close()  # with a pass half done
     batches.close()  # type: ignore[attr-defined]
     assert model.device.live == 0
+
+
+@pytest.mark.parametrize(("prefetch", "cached"), [(True, False), (True, True), (False, False)])
+def test_an_interrupt_anywhere(prefetch: bool, cached: bool) -> None:
+    """Ctrl-C ends an answer, not the chat: whatever line of the bookkeeping it comes at, the next pass finds the right
+    bytes and all slots."""
+    watched = {expert_cache.__file__, experts.__file__}
+
+    def interrupted(at: int) -> bool:
+        left = at
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename not in watched:
+                return None
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            # no signal is looked for between `finally:` and an assignment, or before a lock is released
+            if event == "line" and "run.over = True" not in line and "with self._" not in line:
+                left -= 1
+                if not left:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            model.visit(1, [0, 1, 4, 5] if at % 2 else [0, 1, 2, 3, 4, 5])
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    model = Model(LAYERS * 4, prefetch=prefetch, cached=cached)
+    model.visit(1, [0, 2])
+    at = 1
+    while interrupted(at) or interrupted(at + 1):
+        model.visit(1, [0, 2, 3, 5])
+        model.visit(2, [1])
+        at += 1
+    assert at > 50
+    model.visit(1, [0, 1, 2, 3])
+    hits = model.window.stats.experts.hits[1]
+    model.visit(1, [0, 1, 2, 3])
+    assert model.window.stats.experts.hits[1] - hits == 4, "no slot was lost"
+    model.window.close()
+    assert model.device.live == 0
+
+
+def test_a_window_that_is_closed_in_a_pass() -> None:
+    for prefetch in (True, False):
+        model = Model(LAYERS * 3, prefetch=prefetch)
+        batches = model.window.experts(model.layers[2], [0, 1, 2, 3, 4, 5])
+        next(batches)
+        model.window.close()
+        with pytest.raises(RuntimeError, match="closed while an op waited for experts"):
+            list(batches)
+        model.visit(2, [0, 1, 2, 3, 4, 5])  # opened again
+        model.window.close()
+
+
+def test_what_is_not_all_in_memory_is_read_past_the_page_cache() -> None:
+    """A guess from one expert would have the others read through it, in turn."""
+    model = Model(LAYERS * 4, cached=True)
+    asked = model.source.cached
+    model.source.cached = lambda name, index: not name.endswith("#4") and asked(name, index)  # type: ignore[method-assign]
+    model.visit(1, [0, 4])
+    assert model.source.copied == 0
+    model.visit(1, [1, 4])
+    assert model.source.copied == EXPERT
+    model.window.close()
 
 
 def test_without_a_window_experts_lie_where_they_lie() -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 
 from ork.devices.base import Device, Handle, Slot
 from ork.residency.experts import ExpertPlan, Item, Load, Pool, Visit, make_policy
-from ork.residency.loading import load_run
+from ork.residency.loading import as_stored, load_run
 from ork.residency.prefetch import Clock
 from ork.residency.stream import ExpertBatch, ExpertHandles, ExpertLayer, ExpertStats, SliceSource, TensorSpec
 
@@ -25,28 +25,39 @@ LOADERS = 4  # threads: as many reads keep a disk busy
 Pieces = list[tuple[TensorSpec, int]]  # slices in the order of the file
 
 
-@dataclass(eq=False)
-class _Pass:
-    """One pass of a layer: what was computed, and whether it has ended."""
-
-    given: set[Item] = field(default_factory=set)
-    over: bool = False
-
-
 class _Slots:
     """A pool with its memory: the pieces of each slot, and the handles of what is in them."""
 
-    def __init__(self, pool: Pool, slots: Sequence[Sequence[Slot]]):
-        self.pool = pool
+    def __init__(self, policy: str, slots: Sequence[Sequence[Slot]]):
         self.slots = slots
         self.handles: list[ExpertHandles] = [([], [], []) for _ in slots]
+        self._policy = policy
+        self.empty()
+
+    def empty(self) -> None:
+        self.pool = Pool(len(self.slots), make_policy(self._policy))
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One pass of a layer: what it asked for, what came and was computed, and whether it has ended."""
+
+    held: _Slots
+    visit: Visit | None = None
+    jobs: dict[Item, Future[int]] = field(default_factory=dict)
+    came: set[Item] = field(default_factory=set)
+    given: set[Item] = field(default_factory=set)
+    filling: int = 0  # slots, by threads
+    over: bool = False
 
 
 class ExpertCache:
     """Experts that stay (`staying`), and slots that the others pass through: `slots` holds, for each pool of the plan,
     the pieces of each of its slots. The memory stays the caller's.
 
-    One pass at a time: whoever asks for experts while another pass is half computed is told so.
+    One pass at a time: whoever asks for experts while another pass is half computed is told so. A pass may end
+    anywhere, by an error of the op or an interrupt: what did not come is forgotten, and where an interrupt kept that
+    from being written down, everything is.
     """
 
     def __init__(
@@ -64,8 +75,7 @@ class ExpertCache:
         self._stats, self._clock = stats, clock
         self._by_layer: dict[int, _Slots] = {}
         for pool, memory in zip(plan.pools, slots):
-            held = _Slots(Pool(pool.slots, make_policy(plan.policy)), memory)
-            self._by_layer |= dict.fromkeys(pool.layers, held)
+            self._by_layer |= dict.fromkeys(pool.layers, _Slots(plan.policy, memory))
         self._stay: dict[Item, ExpertHandles] = {}
         self._changed = threading.Condition()
         self._running: _Pass | None = None
@@ -92,8 +102,11 @@ class ExpertCache:
 
     def batches(self, layer: ExpertLayer, needed: Sequence[int]) -> Iterator[ExpertBatch]:
         """See `Streams.experts`."""
-        if self._running is not None:
-            raise RuntimeError(f"experts of layer {layer.layer} were asked for before another pass was ended")
+        if (last := self._running) is not None:
+            if not last.over:
+                raise RuntimeError(f"experts of layer {layer.layer} were asked for before another pass was ended")
+            last.held.empty()  # its end was interrupted
+            self._end(last)
         number = layer.layer
         stay = [(expert, self._stay[number, expert]) for expert in needed if (number, expert) in self._stay]
         rest: list[Item] = [(number, expert) for expert in needed if (number, expert) not in self._stay]
@@ -103,29 +116,13 @@ class ExpertCache:
             if stay:
                 yield from self._hand_out(_batch(stay))
             return
-        held = self._by_layer[number]
-        if self._plan.parts:
-            held.pool.clear()
-            rest = [item for (_, expert) in rest for item in _parts(layer, expert)]
-        visit = held.pool.visit(rest)
-        self._stats.hits[number] += len(visit.hits)
-        self._running = run = _Pass()
-        jobs: dict[Item, Future[int]] = {}
+        run = _Pass(self._by_layer[number])
         try:
-            if self._threads is not None and self._cached(layer, visit.loads):
-                self._copy(layer, held, visit.loads)
-                slots = dict(visit.hits) | {load.item: load.slot for load in visit.loads}
-                there = stay + [(item[1], held.handles[slot]) for item, slot in slots.items()]
-                yield from self._hand_out(_batch(there))
-                self._give(run, list(slots))
-                return
-            if self._threads is not None:
-                for load in visit.loads:
-                    jobs[load.item] = self._threads.submit(self._bring, layer, held, load, run)
-            yield from self._present(held, visit, stay, run)
-            yield from self._coming(layer, held, visit, jobs, run)
+            self._running = run
+            yield from self._batches(layer, rest, stay, run)
         finally:
-            self._end(held, visit, jobs, run)
+            run.over = True  # before anything that an interrupt can come between
+            self._end(run)
 
     def close(self) -> None:
         """Ends the threads, each after the transfer it is in; the slots are the caller's again."""
@@ -140,67 +137,93 @@ class ExpertCache:
 
     # --- a pass ------------------------------------------------------------------------------------------------------
 
-    def _present(
-        self, held: _Slots, visit: Visit, stay: list[tuple[int, ExpertHandles]], run: _Pass
+    def _batches(
+        self, layer: ExpertLayer, rest: list[Item], stay: list[tuple[int, ExpertHandles]], run: _Pass
     ) -> Iterator[ExpertBatch]:
+        held = run.held
+        if self._plan.parts:
+            held.pool.clear()
+            rest = [item for (_, expert) in rest for item in _parts(layer, expert)]
+        visit = run.visit = held.pool.visit(rest)
+        self._stats.hits[layer.layer] += len(visit.hits)
+        if self._threads is not None and self._cached(layer, held, visit.loads):
+            self._copy(layer, visit.loads, run)
+            slots = dict(visit.hits) | {load.item: load.slot for load in visit.loads}
+            yield from self._hand_out(_batch(stay + [(item[1], held.handles[slot]) for item, slot in slots.items()]))
+            return
+        if self._threads is not None:
+            for load in visit.loads:
+                run.jobs[load.item] = self._threads.submit(self._ahead, layer, load, run)
+        yield from self._present(visit, stay, run)
+        yield from self._coming(layer, visit, run)
+
+    def _present(self, visit: Visit, stay: list[tuple[int, ExpertHandles]], run: _Pass) -> Iterator[ExpertBatch]:
         """What is there; a few at a time if others wait for the slots."""
         hits = list(visit.hits)
         size = visit.most if any(load.after in visit.hits for load in visit.loads) else max(1, len(hits))
         for start in range(0, max(1, len(hits)), size):
             part = hits[start : start + size]
-            found = [(item[1], held.handles[visit.hits[item]]) for item in part]
+            found = [(item[1], run.held.handles[visit.hits[item]]) for item in part]
             if batch := stay + found:
                 yield from self._hand_out(_batch(batch))
             stay = []
             self._give(run, part)
 
-    def _coming(
-        self, layer: ExpertLayer, held: _Slots, visit: Visit, jobs: Mapping[Item, Future[int]], run: _Pass
-    ) -> Iterator[ExpertBatch]:
+    def _coming(self, layer: ExpertLayer, visit: Visit, run: _Pass) -> Iterator[ExpertBatch]:
         """What is missing, in the order of the file: as many as are ready, at least one."""
         loads, at = visit.loads, 0
         while at < len(loads):
             end = at
-            while end < len(loads) and end - at < visit.most and (end == at or self._ready(loads[end], jobs)):
-                self._wait(layer, held, loads[end], jobs, run)
+            while end < len(loads) and end - at < visit.most and (end == at or self._ready(loads[end], run)):
+                self._wait(layer, loads[end], run)
                 end += 1
             part = loads[at:end]
-            yield from self._hand_out(_batch([(load.item[1], held.handles[load.slot]) for load in part]))
+            yield from self._hand_out(_batch([(load.item[1], run.held.handles[load.slot]) for load in part]))
             self._give(run, [load.item for load in part])
             at = end
 
-    def _cached(self, layer: ExpertLayer, loads: Sequence[Load]) -> bool:
-        """Whether all have slots and the first slice is in the page cache: then the rest is taken to be there too."""
+    def _cached(self, layer: ExpertLayer, held: _Slots, loads: Sequence[Load]) -> bool:
+        """Whether all have slots that take them as they are, and the first slice of each is in the page cache: then the
+        others are taken to be there too."""
         if not loads or any(load.after is not None for load in loads):
             return False
-        tensor, index = _pieces_of(layer, loads[0].item)[0]
-        return self._source.cached(tensor.name, index)
+        pieces = [_pieces_of(layer, load.item) for load in loads]
+        if not all(as_stored(self._device, *p, slot) for p, slot in zip(pieces[0], held.slots[loads[0].slot])):
+            return False  # each is laid out anew, which the threads do side by side
+        return all(self._source.cached(tensor.name, index) for (tensor, index), *_ in pieces)
 
-    def _copy(self, layer: ExpertLayer, held: _Slots, loads: Sequence[Load]) -> None:
+    def _copy(self, layer: ExpertLayer, loads: Sequence[Load], run: _Pass) -> None:
         """Fills slots from the page cache, by all threads."""
-        start = time.perf_counter()
+        start, held = time.perf_counter(), run.held
         pieces = [_pieces_of(layer, load.item) for load in loads]
         items = [(*piece, slot) for load, own in zip(loads, pieces) for piece, slot in zip(own, held.slots[load.slot])]
-        handles, nbytes = load_run(self._source, self._device, items, cached=True)
+        self._clock.change(transfers=1)
+        try:
+            handles, nbytes = load_run(self._source, self._device, items, cached=True)
+        finally:
+            self._clock.change(transfers=-1)
         given = iter(handles)
         for load, own in zip(loads, pieces):
             held.handles[load.slot] = _by_role(own, list(islice(given, len(own))), layer, load.item[1])
+            run.came.add(load.item)
             self._count(layer, load)
         self._stats.moved_bytes[layer.layer] += nbytes
         self._stats.waits += 1
         self._stats.wait_seconds += time.perf_counter() - start
 
     @staticmethod
-    def _ready(load: Load, jobs: Mapping[Item, Future[int]]) -> bool:
-        job = jobs.get(load.item)
+    def _ready(load: Load, run: _Pass) -> bool:
+        job = run.jobs.get(load.item)
         return job is not None and job.done()
 
-    def _wait(self, layer: ExpertLayer, held: _Slots, load: Load, jobs: Mapping[Item, Future[int]], run: _Pass) -> None:
+    def _wait(self, layer: ExpertLayer, load: Load, run: _Pass) -> None:
         """Until the expert is there. Raises what loading it raised."""
-        job = jobs.get(load.item)
+        if run.over:
+            raise RuntimeError("the window was closed while an op waited for experts")
+        job = run.jobs.get(load.item)
         start = time.perf_counter()
         ready = job is not None and job.done()
-        nbytes = self._bring(layer, held, load, run) if job is None else job.result()
+        nbytes = self._bring(layer, load, run) if job is None else job.result()
         if not ready:
             self._stats.waits += 1
             self._stats.wait_seconds += time.perf_counter() - start
@@ -211,21 +234,32 @@ class ExpertCache:
         """A load; of an expert that comes in parts the last one counts."""
         self._stats.loads[layer.layer] += not self._plan.parts or _last_part(layer, load.item)
 
-    def _bring(self, layer: ExpertLayer, held: _Slots, load: Load, run: _Pass) -> int:
-        """Fills a slot once what was in it has been computed; bytes read."""
+    def _ahead(self, layer: ExpertLayer, load: Load, run: _Pass) -> int:
+        """On a thread of its own: fills a slot once what was in it has been computed; bytes read."""
         with self._changed:
             while load.after is not None and load.after not in run.given and not run.over:
                 self._changed.wait()
             if run.over:
                 raise CancelledError
+            run.filling += 1
+        try:
+            return self._bring(layer, load, run)
+        finally:
+            with self._changed:
+                run.filling -= 1
+                self._changed.notify_all()
+
+    def _bring(self, layer: ExpertLayer, load: Load, run: _Pass) -> int:
+        """Fills a slot that nothing is computed from; bytes read."""
         pieces = _pieces_of(layer, load.item)
         self._clock.change(transfers=1)
         try:
-            items = [(*piece, slot) for piece, slot in zip(pieces, held.slots[load.slot])]
+            items = [(*piece, slot) for piece, slot in zip(pieces, run.held.slots[load.slot])]
             handles, nbytes = load_run(self._source, self._device, items)
         finally:
             self._clock.change(transfers=-1)
-        held.handles[load.slot] = _by_role(pieces, handles, layer, load.item[1])
+        run.held.handles[load.slot] = _by_role(pieces, handles, layer, load.item[1])
+        run.came.add(load.item)
         return nbytes
 
     def _hand_out(self, batch: ExpertBatch) -> Iterator[ExpertBatch]:
@@ -241,16 +275,18 @@ class ExpertCache:
             run.given.update(items)
             self._changed.notify_all()
 
-    def _end(self, held: _Slots, visit: Visit, jobs: Mapping[Item, Future[int]], run: _Pass) -> None:
+    def _end(self, run: _Pass) -> None:
         """Whatever happened: nothing is being filled any more, and what did not come is forgotten."""
+        for job in run.jobs.values():
+            job.cancel()
         with self._changed:
-            run.over = True
-            self._changed.notify_all()
-        came = set(run.given)
-        for item, job in jobs.items():
-            if not job.cancel() and job.exception() is None:
-                came.add(item)
-        held.pool.forget(*(load.item for load in visit.loads if load.item not in came))
+            self._changed.notify_all()  # those that wait for a slot see that it is over
+            while run.filling:
+                self._changed.wait()
+        if run.visit is None:
+            run.held.empty()
+        else:
+            run.held.pool.forget(*(load.item for load in run.visit.loads if load.item not in run.came))
         self._running = None
 
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from ork.devices.base import Device, Handle, Slot
 from ork.errors import OrkError, StorageError
 
@@ -39,7 +42,7 @@ def load_run(
     rooms = []
     for tensor, index, slot in items:
         room = device.room(tensor.slices[index], slot)
-        if room is not slot.memory and room.ctypes.data != slot.memory.ctypes.data:
+        if not _is_of(room, slot):
             del room
             loaded = [load_slice(source, device, *item) for item in items]
             return [handle for handle, _ in loaded], sum(nbytes for _, nbytes in loaded)
@@ -57,6 +60,15 @@ def load_run(
         rooms.clear()
         release_frames(error)
         raise StorageError(text) from None
+
+
+def as_stored(device: Device, tensor: TensorSpec, index: int, slot: Slot) -> bool:
+    """Whether the device takes a slice as it is read, into the slot's own memory."""
+    return _is_of(device.room(tensor.slices[index], slot), slot)
+
+
+def _is_of(room: npt.NDArray[np.uint8], slot: Slot) -> bool:
+    return room is slot.memory or room.ctypes.data == slot.memory.ctypes.data
 
 
 def load_slices(source: SliceSource, device: Device, items: Sequence[tuple[TensorSpec, int, Slot]]) -> list[Loaded]:
