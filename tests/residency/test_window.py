@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ork.errors import NpuError, OrkError, PackDamaged, StorageError, UsageError
 from ork.residency import cache
 from ork.residency.cache import Key
-from ork.residency.prefetch import JUDGED
+from ork.residency.prefetch import JUDGED, Loader
 from ork.residency.stream import Stream, TensorSpec
 from ork.residency.window import Window
 from tests.residency.fakes import BLOB, ROOM, FakeDevice, FakeSource, right, tensor
@@ -445,3 +445,27 @@ def test_a_slice_that_cannot_be_read_ahead_is_not_tried_again_before_it_is_asked
         list(batches)
     assert source.reads.count(("a", 3)) == 2
     w.close()
+
+
+def test_an_interrupt_behind_a_slice_leaves_no_slot_pinned() -> None:
+    """Ctrl-C ends an answer, not the chat: as often as it comes, the slots serve the next op."""
+    op = [tensor("a", 8)]
+    w, _, device = window(op, 3)
+    run(w, op)
+    take = Loader.take
+
+    for at in range(1, 5):
+        left = [at]
+
+        def interrupted(loader: Loader, key: Key, left: list[int] = left) -> Any:
+            handle = take(loader, key)
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            return handle
+
+        with mock.patch.object(Loader, "take", interrupted), pytest.raises(KeyboardInterrupt):
+            run(w, op)
+        within(DEADLINE, lambda: run(w, op) and None)
+    w.close()
+    assert device.live == 0

@@ -241,8 +241,8 @@ class Window:
                         if batch[1] and (len(taken) >= most or not loader.ready(key)):
                             yield from self._hand_out(batch, taken)
                             batch = ([], [])
+                        taken.append(key)  # first: an interrupt right behind `take` would leave it pinned for good
                         handle = loader.take(key)
-                        taken.append(key)
                     else:
                         self.stats.hits += 1
                     batch[0].append(i)
