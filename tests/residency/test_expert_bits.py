@@ -12,6 +12,7 @@ import ork
 from ork import models
 from ork.cli.main import main
 from ork.cli.skew import dense_bytes
+from ork.devices.npu import NpuDevice
 from ork.residency.experts import ExpertPlan
 from ork.residency.source import PackSource
 from ork.residency.window import Window
@@ -105,5 +106,30 @@ def test_the_same_bits(
             assert model.ready is not None
             assert sorted(model.ready.domains) == list(range(domains))
     for logits, expected in zip(got, [*want, want[0]]):
+        assert np.array_equal(logits.view(np.uint32), expected.view(np.uint32))
+    assert stats.resident_bytes == 0
+
+
+@pytest.mark.parametrize(("room", "policy"), [(8, "lru"), (10, "pinned"), (3, "lru"), (16, "lru"), (2, "lru")])
+def test_experts_of_the_cpu_take_no_npu_memory(case: tuple[Path, list[F32], int, int], room: int, policy: str) -> None:
+    """They count to the window, and lie in host memory: a board's domains are for what its NPU reads."""
+    pack, want, dense, expert = case
+    short = 16384 if room == 2 else 0  # not even the dense weights fit
+    window = dense + room * expert - short
+    with ork.load(
+        pack, device="emu", experts="cpu", window=window, expert_policy=policy, domains=2, preload=True
+    ) as model:
+        stats, device = model.stream.stats, model.device
+        assert isinstance(device, NpuDevice)
+        assert model.ready is not None
+        slices = sum(device.npu.memory.mapped.values()) - sum(device.scratch_bytes.values())
+        assert slices == sum(model.ready.domains.values()) == sum(stats.domains.values())
+        assert sorted(model.ready.domains) == [0, 1]
+        floats = sum(s.codec == "f32" for t in model.stream.tensors for s in t.slices)
+        assert slices < dense if floats or short else slices == dense
+        assert stats.resident_bytes <= window
+        assert stats.resident_bytes - slices >= room * expert
+        got = [model.logits(TOKENS), model.logits(TOKENS[:12], chunk=1)]
+    for logits, expected in zip(got, want):
         assert np.array_equal(logits.view(np.uint32), expected.view(np.uint32))
     assert stats.resident_bytes == 0

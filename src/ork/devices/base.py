@@ -85,8 +85,9 @@ class Device(Protocol):
     def make_slot(self, nbytes: int, domain: int = 0) -> Slot:
         """Memory for one slice at a time."""
 
-    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> Sequence[Slot]:
-        """Slots of these bytes for slices that stay, in few large pieces of memory; each is freed with `free_slot`."""
+    def make_slots(self, sizes: Sequence[int], domain: int | None = 0) -> Sequence[Slot]:
+        """Slots of these bytes, in few large pieces of memory; each is freed with `free_slot`. Domain None: in host
+        memory, for slices that the device does not copy (`copies`)."""
 
     def free_slot(self, slot: Slot) -> None: ...
 

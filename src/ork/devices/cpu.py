@@ -100,7 +100,7 @@ class CpuDevice:
     def make_slot(self, nbytes: int, domain: int = 0) -> CpuSlot:
         return CpuSlot(page_room(nbytes))
 
-    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[CpuSlot]:
+    def make_slots(self, sizes: Sequence[int], domain: int | None = 0) -> list[CpuSlot]:
         starts = list(accumulate(map(align, sizes), initial=0))
         room = page_room(starts[-1])  # one: a slot alone is often too small for a huge page
         return [CpuSlot(room[start:end]) for start, end in pairwise(starts)]

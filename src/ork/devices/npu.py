@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ork import native
 from ork.devices import npu_experts as experts
 from ork.devices.base import Capacity, SliceSpec, Slot, blob_bytes, is_expert
-from ork.devices.cpu import CpuDevice
+from ork.devices.cpu import CpuDevice, CpuSlot
 from ork.devices.npu_plan import INPUT_BYTES, OUTPUT_BYTES, Piece, Plans, rounds
 from ork.devices.npu_slots import Lay, NpuHandle, NpuSlot, Slots, as_stored, host_slice, lay_of, lay_out, slot_layout
 from ork.errors import SubmitFailed
@@ -73,6 +73,8 @@ class NpuDevice:
         return slot_layout(spec, lay).nbytes if lay else blob_bytes(spec)
 
     def room(self, spec: SliceSpec, slot: Slot) -> npt.NDArray[np.uint8]:
+        if isinstance(slot, CpuSlot):
+            return slot.memory
         assert isinstance(slot, NpuSlot)
         lay = self._lay(spec)
         if lay is None or as_stored(spec, lay):
@@ -97,6 +99,8 @@ class NpuDevice:
 
     def fill(self, spec: SliceSpec, slot: Slot, nbytes: int) -> NpuHandle:
         """Tiled anew unless it is used as it is read, and one cache clean; scales are read by the host alone."""
+        if isinstance(slot, CpuSlot):
+            return NpuHandle(spec, self.cpu.fill(spec, slot, nbytes))
         assert isinstance(slot, NpuSlot)
         room = self.room(spec, slot)
         lay = self._lay(spec)
@@ -132,11 +136,13 @@ class NpuDevice:
         """Raises NpuError when the domain has no room."""
         return self._slots.one(nbytes, domain)
 
-    def make_slots(self, sizes: Sequence[int], domain: int = 0) -> list[NpuSlot]:
+    def make_slots(self, sizes: Sequence[int], domain: int | None = 0) -> Sequence[Slot]:
         """In buffers of 16 MiB, each given back with its last slot. Raises NpuError when the domain has no room."""
-        return self._slots.many(sizes, domain)
+        return self.cpu.make_slots(sizes) if domain is None else self._slots.many(sizes, domain)
 
     def free_slot(self, slot: Slot) -> None:
+        if isinstance(slot, CpuSlot):
+            return
         assert isinstance(slot, NpuSlot)
         self._slots.free(slot)
 

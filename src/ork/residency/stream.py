@@ -122,7 +122,7 @@ class StreamStats:
     transfer_seconds: float = 0.0
     overlap_seconds: float = 0.0
     reason: str = "no window: slices are used where they lie"
-    domains: dict[int, int] = field(default_factory=dict)  # bytes by domain
+    domains: dict[int, int] = field(default_factory=dict)  # bytes by domain; of slots in host memory none
     experts: ExpertStats = field(default_factory=ExpertStats)  # of a window: not in the counts above
 
     @property
@@ -130,11 +130,12 @@ class StreamStats:
         """Share of the transfer time that was hidden under computation."""
         return self.overlap_seconds / self.transfer_seconds if self.transfer_seconds else 0.0
 
-    def resident(self, nbytes: int, domain: int = 0) -> None:
-        """Bytes that are mapped from now on; negative: no longer."""
+    def resident(self, nbytes: int, domain: int | None = 0) -> None:
+        """Bytes that are mapped from now on; negative: no longer. Domain None: in host memory beside an NPU's."""
         self.resident_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-        self.domains[domain] = self.domains.get(domain, 0) + nbytes
+        if domain is not None:
+            self.domains[domain] = self.domains.get(domain, 0) + nbytes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import cycle
@@ -70,7 +70,7 @@ class Window:
         self._slot_domain = 0
         self._pinned: dict[Key, Handle] = {}
         self._whole: dict[tuple[str, ...], Batch] = {}  # by names: what ops ask for that is all pinned
-        self._slots: list[tuple[Slot, int, int]] = []  # all of them, with bytes and domain
+        self._slots: list[tuple[Slot, int, int | None]] = []  # all of them, with bytes and domain
         self._ready: Ready | None = None
         self._loader: Loader | None = None
         self._clock = Clock(self.stats)
@@ -96,8 +96,11 @@ class Window:
 
     def staying(self) -> tuple[list[Key], int]:
         plan, experts = self._planned(), self.expert_plan
-        keys, slots = list(plan.pinned), plan.slots * plan.slot_bytes
-        if experts is not None:
+        specs = {(t.name, i): s for t in self.tensors for i, s in enumerate(t.slices)}
+        keys = [key for key in plan.pinned if self._domain([specs[key]], 0) is not None]
+        through = self._domain([specs[key] for key in plan.streamed], 0)
+        slots = 0 if through is None else plan.slots * plan.slot_bytes
+        if experts is not None and self._domain(self._expert_specs(self.expert_layers), 0) is not None:
             keys += [key for layer in self.expert_layers for key in self._expert_keys(layer, experts)]
             place = {t.name: i for i, t in enumerate(with_experts(self.tensors, self.expert_layers))}
             keys.sort(key=lambda key: (place[key[0]], key[1]))
@@ -148,7 +151,7 @@ class Window:
                 self.device,
                 specs,
                 plan.streamed,
-                self._make_slots(plan),
+                self._make_slots(plan, specs),
                 self.stats,
                 self._clock,
                 threads=self._prefetch,
@@ -165,8 +168,9 @@ class Window:
             if not pool.shared:
                 slots.append(places[pool.layers[0]])
                 continue
-            made = self.device.make_slots(list(pool.sizes) * pool.slots, self._slot_domain)
-            owned = [self._own(s, n, self._slot_domain) for s, n in zip(made, cycle(pool.sizes))]
+            domain = self._domain(self._expert_specs(self.expert_layers), self._slot_domain)
+            made = self.device.make_slots(list(pool.sizes) * pool.slots, domain)
+            owned = [self._own(s, n, domain) for s, n in zip(made, cycle(pool.sizes))]
             slots.append([owned[i : i + len(pool.sizes)] for i in range(0, len(owned), len(pool.sizes))])
         self._cache = ExpertCache(
             self.source, self.device, plan, slots, self.stats.experts, self._clock, prefetch=self._prefetch
@@ -197,20 +201,32 @@ class Window:
         assert self._cache is not None
         return self._cache.batches(layer, needed)
 
-    def _make_slots(self, plan: WindowPlan) -> list[Slot]:
-        slots = self.device.make_slots([plan.slot_bytes] * plan.slots, self._slot_domain)
-        return [self._own(slot, plan.slot_bytes, self._slot_domain) for slot in slots]
+    def _make_slots(self, plan: WindowPlan, specs: Mapping[str, TensorSpec]) -> list[Slot]:
+        domain = self._domain([specs[name].slices[i] for name, i in plan.streamed], self._slot_domain)
+        slots = self.device.make_slots([plan.slot_bytes] * plan.slots, domain)
+        return [self._own(slot, plan.slot_bytes, domain) for slot in slots]
 
-    def _own(self, slot: Slot, nbytes: int, domain: int) -> Slot:
+    def _domain(self, specs: Iterable[SliceSpec], domain: int) -> int | None:
+        """Where slots are that these go into: None, in host memory, if an NPU leaves all of them to the CPU."""
+        device = self.device
+        return domain if not device.capacity().bytes_per_domain or any(map(device.copies, specs)) else None
+
+    @staticmethod
+    def _expert_specs(layers: Sequence[ExpertLayer]) -> list[SliceSpec]:
+        """Slices of an expert of each layer: the others are like it."""
+        return [s for layer in layers for t in layer.tensors(0) for s in t.slices]
+
+    def _own(self, slot: Slot, nbytes: int, domain: int | None) -> Slot:
         self._slots.append((slot, nbytes, domain))
         self.stats.resident(nbytes, domain)
         return slot
 
     def _make_pinned(self, keys: Sequence[Key], specs: Mapping[str, TensorSpec]) -> list[Slot]:
         """A slot for each key, in its domain."""
-        by_domain: dict[int, list[Key]] = {}
-        for key in keys:
-            by_domain.setdefault(self._placement.get(key, 0), []).append(key)
+        by_domain: dict[int | None, list[Key]] = {}
+        for name, index in keys:
+            domain = self._domain([specs[name].slices[index]], self._placement.get((name, index), 0))
+            by_domain.setdefault(domain, []).append((name, index))
         slots: dict[Key, Slot] = {}
         for domain, group in by_domain.items():
             sizes = [align(self.device.mapped_bytes(specs[name].slices[index])) for name, index in group]
