@@ -74,6 +74,28 @@ def test_an_untied_embedding_is_not_the_head() -> None:
     assert (chosen["output.weight"], chosen["token_embd.weight"]) == ("Q6_K", "Q4_K")
 
 
+def test_eight_experts_have_finer_attention() -> None:
+    """As Mixtral's files have it; other numbers of experts have not."""
+    for experts, want in ((8, ("Q8_0", "Q8_0", "Q5_K", "Q4_K")), (64, ("Q4_K", "Q6_K", "Q4_K", "Q4_K"))):
+        given = shapes(8, 512, 512, 512, 256, 1000, tied=False)
+        given |= {f"blk.{i}.ffn_gate_inp.weight": (experts, 512) for i in range(8)}
+        chosen = q4_k_m.types(given)
+        roles = ("attn_k", "attn_v", "attn_output", "attn_q")
+        assert tuple(chosen[f"blk.0.{role}.weight"] for role in roles) == want
+        assert chosen["blk.0.ffn_gate_inp.weight"] == "F32"
+    assert q4_k_m.total_bytes({"blk.0.attn_output.weight": (2, 64), "blk.0.ffn_gate_inp.weight": (8, 64)}) == (
+        2 * 2 * 24 + 4 * 8 * 64
+    )
+
+
+def test_layers_without_attention_do_not_count_for_its_values() -> None:
+    """LFM2, say, whose other layers are short convolutions."""
+    given = {n: s for n, s in shapes(16, 512, 512, 512, 256, 1000, tied=True).items() if ".attn_" not in n}
+    given |= {f"blk.{i}.attn_v.weight": (256, 512) for i in (2, 6, 10, 13)}
+    six = [n for n, kind in q4_k_m.types(given).items() if "attn_v" in n and kind == "Q6_K"]
+    assert six == ["blk.10.attn_v.weight", "blk.13.attn_v.weight"]  # the third of four, and the last eighth
+
+
 def test_bytes_are_blocks() -> None:
     assert q4_k_m.total_bytes({"token_embd.weight": (10, 512)}) == 10 * 2 * 210
     assert q4_k_m.total_bytes({"output.weight": (4, 64), "token_embd.weight": (4, 64)}) == 4 * 2 * (34 + 22)
