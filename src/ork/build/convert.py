@@ -142,20 +142,28 @@ def plan_tensor(name: str, shape: tuple[int, int], choice: Choice) -> TensorPlan
 
 def _check_importance(tensors: list[TensorPlan], recipe: Recipe, imatrix: Imatrix | None) -> None:
     searched = [t for t in tensors if recipe.choose(t.name).search == "importance"]
-    if searched and imatrix is None:
-        raise UsageError(
-            f"recipe {recipe.name} weighs errors by importance: use `ork convert --imatrix FILE`, which `ork imatrix` "
-            "makes"
-        )
-    if imatrix is not None and not searched:
+    if imatrix is None:
+        if searched:
+            raise UsageError(
+                f"recipe {recipe.name} weighs errors by importance: use `ork convert --imatrix FILE`, which `ork "
+                "imatrix` makes"
+            )
+        return
+    if not searched:
         raise UsageError(f"{imatrix.where}: of no use to recipe {recipe.name}, which searches no scales")
     deepest = max((t.layer for t in tensors), default=-1)
-    for name in imatrix.sums if imatrix is not None else ():
-        if imatrix is not None and _layer(name) > deepest:
+    for name in imatrix.sums:
+        if _layer(name) > deepest:
             raise UsageError(f"{imatrix.where}: lists {name}, a layer that is not there: it is of another model")
+    stacks: dict[str, None] = {}  # left out by programs that saw some of their experts alone
     for t in searched:
-        if imatrix is not None and (t.name in imatrix or t.name not in UNLISTED):
+        if t.expert >= 0 and t.name not in imatrix:
+            stacks[t.name.partition("#")[0]] = None
+        elif t.name in imatrix or t.name not in UNLISTED:
             imatrix.importance(t.name, t.shape[1])
+    if stacks:
+        some = ", ".join([*stacks][:3]) + (" ..." if len(stacks) > 3 else "")
+        warnings.warn(f"{imatrix.where}: lists no {some}: these experts' scales are searched by mse", stacklevel=2)
 
 
 def _data_sample(source: Source) -> str:
