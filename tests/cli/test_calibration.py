@@ -191,8 +191,10 @@ def test_a_recipe_file_may_ask_for_gptq_and_be_promoted(ork: Ork, model: Path, t
     long.write_text(TEXT * 4)
     options = ("--recipe", tmp_path / "mine.toml", "--promote-budget", 0.2, "--calibrate-tokens", 512)
     file, target = tmp_path / "figures.json", tmp_path / "x.orkpack"
+    assert ork("imatrix", model, "-f", text, "-o", tmp_path / "a.gguf", "-c", 64)[0] == 0
+    options += ("--imatrix", tmp_path / "a.gguf")
     code, _, err = ork("convert", model, *options, "--calibrate", long, "--measurements", file, "-o", target)
-    assert code == 0
+    assert code == 0, err
     assert "GPTQ on" in err
     assert b'"mode":"block"' in file.read_bytes()
     assert set(weights(target)[2].values()) == {"f16", "nf4", "i8"}
@@ -216,6 +218,9 @@ def test_measurements_serve_other_budgets(
         assert target.read_bytes() != first
     kept = file.read_bytes()
     assert "another model, text or rotation" in refused(*convert("--recipe", "mixed", "--rotation", "block"))
+    nothing = kept[: kept.index(b'"tensors":[') + 11] + kept[kept.index(b'],"tokens"') :]
+    file.write_bytes(nothing)
+    assert "holds costs that cannot be" in refused(*convert("--recipe", "mixed"))
     for wrong in (b"", b"{}", b"[1, 2", kept[:-9], kept.replace(b'"error":', b'"eror":'), b"\xff"):
         file.write_bytes(wrong)
         assert "figures.json: holds no measurements" in refused(*convert("--recipe", "mixed"))

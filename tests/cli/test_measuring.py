@@ -255,6 +255,8 @@ def test_what_cannot_be_evaluated_is_not_converted(refused: Refused, model: Path
     short.write_text("short")
     target = tmp_path / "b.orkpack"
     assert "too short" in refused("convert", model, "-o", target, "--evaluate", short)
+    zero = ("--evaluate", text, "--evaluate-chunks", 0)
+    assert "--evaluate-chunks 0: give a number" in refused("convert", model, "-o", target, *zero)
     assert "goes with --evaluate" in refused("convert", model, "-o", target, "--evaluate-chunks", "2")
     assert [f.name for f in tmp_path.iterdir()] == ["short.txt"]
     (tmp_path / "b.orkpack.reference").write_text("mine")
@@ -270,6 +272,14 @@ def test_a_disk_without_room_for_pack_and_reference(
     line = refused("convert", model, "-o", tmp_path / "b.orkpack", "--evaluate", text)
     assert re.search(r"the pack and the f32 reference to evaluate with take [4-5],.* the disk has 3,145,728", line)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_json_has_not_is_null(ork: Ork, tmp_path: Path) -> None:
+    metadata = tiny.metadata(**{"llama.odd": float("inf"), "llama.odder": float("nan")})
+    source = tiny.write(tmp_path / "x.gguf", metadata, tiny.random_tensors())
+    assert ork("convert", source)[0] == 0
+    found = strictly(ork("inspect", tmp_path / "x.orkpack", "--json")[1])["metadata"]
+    assert (found["llama.odd"], found["llama.odder"]) == (None, None)
 
 
 def test_a_note_that_somebody_made_up(ork: Ork, packed: Path) -> None:

@@ -52,7 +52,7 @@ def load(path: Path, subject: str) -> Measurements | None:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise UsageError(f"{path}: holds no measurements; name another file") from None
-    if not all(_usable(t) for t in kept.measurements.tensors):
+    if not kept.measurements.tensors or not all(_usable(t) for t in kept.measurements.tensors):
         raise UsageError(f"{path}: holds costs that cannot be; name another file")
     if kept.subject != subject:
         raise UsageError(f"{path}: measured on another model, text or rotation; name another file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,7 @@ def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids, waitin
     if gptq:  # what would keep the pack from being made is told before the measuring
         tokens_of(tokenizer, text, gptq_tokens(args))
     if aids.importance:
-        plan_pack(source, base.with_importance(), tokenizer=b"", aids=aids)
+        plan_pack(source, base.with_importance(), tokenizer=b"", aids=replace(aids, calibration={}))
     found = _measurements(args, source, tokens, mode, waiting).fixed(base, [pattern for pattern, _ in rules])
     if args.promote_budget is not None:
         allocation = found.promote(base, int(args.promote_budget * 1e6))

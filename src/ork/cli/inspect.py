@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ork.cli.common import codec_text, size_text
-from ork.cli.measuring import whole_names
+from ork.cli.measuring import json_text, whole_names
 
 TENSOR = ("codec", "N x K", "rotation", "slices", "bytes")
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     about = inspect(args.pack)
     if args.json:
-        print(json.dumps(about, indent=1))
+        print(json_text(about, indent=1))
         return 0
     from rich.console import Console
     from rich.markup import escape

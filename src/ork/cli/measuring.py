@@ -130,6 +130,8 @@ def text_to_evaluate(args: argparse.Namespace, path: Path, target: Path) -> str 
         if args.evaluate_chunks is not None:
             raise UsageError("--evaluate-chunks bounds what a pack is evaluated on: it goes with --evaluate")
         return None
+    if args.evaluate_chunks is not None and args.evaluate_chunks < 1:
+        raise UsageError(f"--evaluate-chunks {args.evaluate_chunks}: give a number of chunks, 1 or more")
     text = read_text(args.evaluate)
     with contextlib.closing(open_source(path)) as source:
         check(source, target, text, chunks=args.evaluate_chunks)
