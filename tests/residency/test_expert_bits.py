@@ -133,3 +133,14 @@ def test_experts_of_the_cpu_take_no_npu_memory(case: tuple[Path, list[F32], int,
     for logits, expected in zip(got, want):
         assert np.array_equal(logits.view(np.uint32), expected.view(np.uint32))
     assert stats.resident_bytes == 0
+
+
+def test_what_lies_in_the_mapped_pack_is_in_no_domain(case: tuple[Path, list[F32], int, int]) -> None:
+    with ork.load(case[0], device="emu", experts="cpu", preload=True) as model:
+        stats, device = model.stream.stats, model.device
+        assert isinstance(device, NpuDevice)
+        slices = sum(device.npu.memory.mapped.values()) - sum(device.scratch_bytes.values())
+        copied = [s for t in model.stream.tensors for s in t.slices if device.copies(s)]
+        assert stats.domains == {0: sum(map(device.mapped_bytes, copied))}
+        assert slices >= stats.domains[0]
+        assert stats.resident_bytes > slices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -189,6 +189,11 @@ class Streams(Protocol):
     def close(self) -> None: ...
 
 
+def domain_of(device: Device, specs: Iterable[SliceSpec], domain: int) -> int | None:
+    """Where slots are that these go into: None, in host memory, if an NPU leaves all of them to the CPU."""
+    return domain if not device.capacity().bytes_per_domain or any(map(device.copies, specs)) else None
+
+
 class Stream:
     """Slices in place: placed at first use, kept until `close`."""
 
@@ -269,11 +274,10 @@ class Stream:
         try:
             for i, spec in enumerate(tensor.slices):
                 blob = self.source.blob(tensor.name, i)
-                domain = self._placement.get((tensor.name, i), 0)
-                placed.append(self.device.place(spec, blob, domain))
+                placed.append(self.device.place(spec, blob, self._placement.get((tensor.name, i), 0)))
                 self.stats.loads += 1
                 self.stats.moved_bytes += blob.nbytes
-                self.stats.resident(self.device.mapped_bytes(spec), domain)
+                self.stats.resident(self.device.mapped_bytes(spec), self._domain(tensor, i))
         except BaseException:
             self._free(tensor, placed)
             raise
@@ -303,13 +307,16 @@ class Stream:
             placed[t.name][i] = handle
             self.stats.loads += 1
             self.stats.moved_bytes += nbytes
-            self.stats.resident(self.device.mapped_bytes(t.slices[i]), self._placement.get((t.name, i), 0))
+            self.stats.resident(self.device.mapped_bytes(t.slices[i]), self._domain(t, i))
         self._handles |= {t.name: [placed[t.name][i] for i in range(len(t.slices))] for t in tensors}
 
     def _free(self, tensor: TensorSpec, handles: Sequence[Handle]) -> None:
         for i, handle in enumerate(handles):
             self.device.free(handle)
-            self.stats.resident(-self.device.mapped_bytes(tensor.slices[i]), self._placement.get((tensor.name, i), 0))
+            self.stats.resident(-self.device.mapped_bytes(tensor.slices[i]), self._domain(tensor, i))
+
+    def _domain(self, tensor: TensorSpec, index: int) -> int | None:
+        return domain_of(self.device, [tensor.slices[index]], self._placement.get((tensor.name, index), 0))
 
     def staying(self) -> tuple[list[tuple[str, int]], int]:
         return [(t.name, i) for t in self._all() if self.device.copies(t.slices[0]) for i in range(len(t.slices))], 0

@@ -28,6 +28,7 @@ from ork.residency.stream import (
     SliceSource,
     StreamStats,
     TensorSpec,
+    domain_of,
     with_experts,
 )
 
@@ -207,9 +208,7 @@ class Window:
         return [self._own(slot, plan.slot_bytes, domain) for slot in slots]
 
     def _domain(self, specs: Iterable[SliceSpec], domain: int) -> int | None:
-        """Where slots are that these go into: None, in host memory, if an NPU leaves all of them to the CPU."""
-        device = self.device
-        return domain if not device.capacity().bytes_per_domain or any(map(device.copies, specs)) else None
+        return domain_of(self.device, specs, domain)
 
     @staticmethod
     def _expert_specs(layers: Sequence[ExpertLayer]) -> list[SliceSpec]:
