@@ -12,6 +12,7 @@ from ork.devices import npu_experts
 from ork.devices.cpu import CpuDevice
 from ork.devices.npu import NpuDevice
 from ork.emulator.kernel import EmulatedKernel
+from ork.errors import NpuError
 from ork.npu.driver import Npu
 from tests.devices.slices import random_slice
 from tests.devices.test_npu import bits
@@ -150,4 +151,28 @@ def test_experts_of_four_bit_rows_are_the_cpus(kernel: EmulatedKernel) -> None:
     case.rows = native.quantise(case.x, None, 0, 0, None, 7)
     assert (case.run(device) == case.run(CpuDevice(1, w4a4=True))).all()
     assert (device.npu_ops, device.cpu_ops) == (0, 1)
+    device.close()
+
+
+def test_what_was_prepared_is_freed_when_the_next_chain_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npu_experts, "in_chains", lambda share, _: [[job] for job in share])
+    board = EmulatedKernel()
+    device, case = npu_device(board), Case([3, 1, 4, 2], 128)
+    prepare, calls = device.npu.prepare, iter(range(100))
+
+    def full(jobs: object) -> object:
+        if next(calls) == 2:
+            raise NpuError("no room")
+        return prepare(jobs)  # type: ignore[arg-type]
+
+    case.run(device)  # scratch is made
+    live = board.stats.live_buffers
+    monkeypatch.setattr(device.npu, "prepare", full)
+    handles = [device.place(s, b) for s, b, _ in case.parts]
+    out = native.Array(case.x.rows, case.N)
+    with pytest.raises(NpuError, match="no room"):
+        device.linear_experts(handles, case.ranges, case.x, case.rows, [out] * len(handles))
+    for handle in handles:
+        device.free(handle)
+    assert board.stats.live_buffers == live
     device.close()

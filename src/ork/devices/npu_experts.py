@@ -134,7 +134,8 @@ def run_round(
     chains: list[Prepared] = []
     try:
         for share in shares(work, npu.soc):
-            chains += [npu.prepare(run) for run in in_chains(share, npu.soc)]
+            for run in in_chains(share, npu.soc):  # one by one: what is prepared is freed even if the next one fails
+                chains.append(npu.prepare(run))
         npu.run([c.chain for c in chains])
     finally:
         for prepared in chains:
