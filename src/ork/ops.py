@@ -101,7 +101,7 @@ class Ops:
         for part, n, k in (("gate", ffn, width), ("up", ffn, width), ("down", width, ffn)):
             name = f"blk.{layer}.ffn_{part}_exps.weight"
             specs = tuple([self._spec(f"{name}#{e}", n, k) for e in range(count)])
-            kinds = {(t.codec, t.rotation, t.mix, t.act_group): t.name for t in specs}
+            kinds = {(t.codec, t.rotation, t.mix, t.act_group, _cuts(t)): t.name for t in specs}
             if len(kinds) > 1:
                 raise SourceError(
                     f"tensor {sorted(kinds.values())[0]}: the experts of a layer are stored in several ways"
@@ -277,6 +277,11 @@ class Ops:
         if self.cache is None:
             raise RuntimeError("the engine sets Ops.cache before a forward pass")
         return native.attention(self.cache, layer, batch, q, k, v, heads, scale, window, softcap)
+
+
+def _cuts(tensor: TensorSpec) -> tuple[int, ...]:
+    """The columns and group of its slices."""
+    return tuple([n for s in tensor.slices for n in (s.n0, s.n1, s.group)])
 
 
 class _ExpertPass:

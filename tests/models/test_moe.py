@@ -6,6 +6,7 @@ What they compute is compared with `transformers` in test_goldens.py.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from ork.models import ARCHITECTURES, traits
 from ork.models.config import read_config
 from ork.pack import Pack
 from ork.quant.recipe import Choice, Recipe, builtin
+from ork.residency.source import PackSource
+from ork.residency.stream import TensorSpec
 from ork.sources.base import open_source
 from tests import tiny
 from tests.models.test_same_bits import equal, feed, path_of
@@ -248,6 +251,20 @@ def test_wrong_routing_is_refused_by_name(tmp_path: Path, capsys: pytest.Capture
     assert err.startswith("ork: ")
     assert said in err
     assert not list(tmp_path.glob("*.orkpack"))
+
+
+def test_experts_that_are_cut_in_several_ways_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack of others may cut them so; a slot has pieces for the slices of any expert of its layer."""
+    path, spec = pack_of(tmp_path, "qwen3moe", builtin("int8")), PackSource.spec
+
+    def odd(source: PackSource, name: str) -> TensorSpec:
+        t = spec(source, name)
+        (s,) = t.slices[:1]
+        return replace(t, slices=(s, replace(s, n0=64, n1=128))) if name == "blk.1.ffn_up_exps.weight#5" else t
+
+    monkeypatch.setattr(PackSource, "spec", odd)
+    with pytest.raises(SourceError, match=r"blk\.1\.ffn_up_exps.*stored in several ways"):
+        ork.load(path)
 
 
 def test_logits_that_overflow_name_the_layer(tmp_path: Path) -> None:

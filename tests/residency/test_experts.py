@@ -369,6 +369,10 @@ def test_plans() -> None:
     assert half is not None
     assert [(p.layers, p.slots) for p in half.pools] == [((0,), 3), ((1,), 3), ((2,), 3)]
     assert half.reason.startswith("3 experts a layer, lru")
+    more = plan_experts(layers, 11 * size + size // 2, mapped)
+    assert more is not None
+    assert [p.slots for p in more.pools] == [4, 4, 3], "no room for an expert is left"
+    assert more.reason.startswith("3 to 4 experts a layer, lru")
     little = plan_experts(layers, 5 * size, mapped)  # less than two a layer: nothing would be kept to any use
     assert little is not None
     assert [(p.layers, p.slots) for p in little.pools] == [((0, 1, 2), 5)]

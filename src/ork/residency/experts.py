@@ -222,12 +222,9 @@ Mapped = Callable[[SliceSpec], int]
 
 
 def piece_sizes(layers: Sequence[ExpertLayer], mapped: Mapped) -> tuple[int, ...]:
-    """Bytes of the pieces of a slot that holds any expert of these layers, in whole pages."""
-    shapes = set()
-    for layer in layers:
-        for expert in range(len(layer)):
-            shapes.add(tuple(align(mapped(s)) for t in layer.tensors(expert) for s in t.slices))
-    return _widest(shapes)
+    """Bytes of the pieces of a slot that holds any expert of these layers, in whole pages; those of one layer are
+    stored alike (`Ops.experts_of`)."""
+    return _widest(tuple(align(mapped(s)) for t in layer.tensors(0) for s in t.slices) for layer in layers)
 
 
 def _widest(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -237,8 +234,9 @@ def _widest(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def plan_experts(
     layers: Sequence[ExpertLayer], room: int, mapped: Mapped, policy: str = "lru", profile: Profile | None = None
 ) -> ExpertPlan | None:
-    """What `room` bytes are for experts: all of them if they fit; else a pool a layer of as many bytes each, or with
-    "pinned" the most used of the profile, and a pool that all layers share. None where two experts have no room.
+    """What `room` bytes are for experts: all of them if they fit; else a pool a layer of as many bytes each, with a
+    slot more in the first ones for what that leaves over; or with "pinned" the most used of the profile, and a pool
+    that all layers share. None where two experts have no room.
 
     Raises UsageError for an unknown policy, or for "pinned" without a profile of these layers.
     """
@@ -259,6 +257,12 @@ def plan_experts(
         return ExpertPlan(policy, (PoolPlan(numbers, shared, widest, True),), stay, used)
     slots = {layer.layer: min(len(layer), room // len(layers) // sum(sizes[layer.layer])) for layer in layers}
     if min(slots.values()) >= LEAST:
+        left = room - sum(slots[n] * sum(sizes[n]) for n in numbers)
+        for layer in layers:
+            n = layer.layer
+            if slots[n] < len(layer) and sum(sizes[n]) <= left:
+                slots[n] += 1
+                left -= sum(sizes[n])
         return ExpertPlan(policy, tuple(PoolPlan((n,), slots[n], sizes[n]) for n in numbers))
     return shared_plan(layers, room, mapped, policy)
 
