@@ -223,8 +223,8 @@ def test_what_a_board_has_for_experts(
     told, _ = ask(beside)
     assert told.endswith("and the KV cache: too little")
     told, found = ask(int((beside + found["expert_bytes"] // 2) / 0.72))
-    assert "--window 0M --expert-policy" in told
     budget = found["budget"]
+    assert f"--window {budget['window']} --expert-policy" in told, "to the byte: the rates are of that window"
     assert budget["hit_rates"][budget["policy"]] == max(budget["hit_rates"][p] for p in ("lru", "lfu", "pinned"))
     with ork.load(pack, window=budget["window"], n_ctx=CONTEXT) as model:
         assert model.stream.stats.peak_bytes <= budget["window"]

@@ -159,6 +159,7 @@ def _budget(model: LoadedModel, ram: int, dense: int, rates: Callable[[int], lis
 
     kv = model.engine.pool.nbytes_per_block * -(-model.context // 256)
     room = room_for_experts(ram, dense, kv)
+    room -= (dense + room) % (1 << 20) if dense + room >= 64 << 20 else 0  # a window that can be told in MiB
     everything = expert_bytes(model.stream.expert_layers, model.device.mapped_bytes)
     about: dict[str, Any] = {"ram": ram, "kv_bytes": kv, "room_for_experts": room, "all_fit": room >= everything}
     point = next(iter(rates(min(room, everything))), None) if room > 0 else None
@@ -215,9 +216,14 @@ def _advice(found: dict[str, Any]) -> str:
         left = size_text(max(0, b["room_for_experts"]))
         return f"{board}: {left} are left for experts beside {dense} of other weights and the KV cache: too little"
     return (
-        f"{board}: --window {b['window'] >> 20}M --expert-policy {b['policy']}: {dense} of other weights and "
+        f"{board}: --window {_told_size(b['window'])} --expert-policy {b['policy']}: {dense} of other weights and "
         f"{size_text(b['window'] - found['dense_bytes'])} of experts, {100 * b['hit_rates'][b['policy']]:.1f} % hits"
     )
+
+
+def _told_size(nbytes: int) -> str:
+    """As `--window` takes it, to the byte."""
+    return str(nbytes) if nbytes % (1 << 20) else f"{nbytes >> 20}M"
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

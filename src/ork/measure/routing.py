@@ -63,10 +63,12 @@ class Routing:
 
     def visits(self, layers: Sequence[int]) -> Iterator[list[Item]]:
         """What decoding would look up, layer by layer and token by token, of these layers."""
-        rows = {layer: self.chosen[layer].tolist() for layer in layers}
+        # one object an expert: a long text looks up tens of millions
+        items = {layer: [(layer, expert) for expert in range(self.experts[layer])] for layer in layers}
         for token in range(self.tokens):
             for layer in layers:
-                yield [(layer, expert) for expert in rows[layer][token]]
+                own = items[layer]
+                yield [own[expert] for expert in self.chosen[layer][token].tolist()]
 
 
 def record(
@@ -251,8 +253,7 @@ def predictions(train: Routing, held: Routing) -> list[Prediction]:
                 np.add.at(met, (ids[:, i], then[:, j]), 1)
         met /= np.maximum(met.sum(axis=1, keepdims=True), 1)
         truth = held.chosen[second]
-        scores = met[held.chosen[first]].sum(axis=1)
-        guess = np.argsort(-scores, axis=1, kind="stable")[:, : truth.shape[1]]
+        guess = np.concatenate([_likely(met, ids, truth.shape[1]) for ids in _some(held.chosen[first])])
         common = np.argsort(-train.counts()[second], kind="stable")[: truth.shape[1]]
         found.append(
             Prediction(
@@ -263,6 +264,16 @@ def predictions(train: Routing, held: Routing) -> list[Prediction]:
             )
         )
     return found
+
+
+def _likely(met: F64, ids: I32, count: int) -> npt.NDArray[np.int64]:
+    """The experts of the next layer that met those of each row most often: [rows, count]."""
+    return np.argsort(-met[ids].sum(axis=1), axis=1, kind="stable")[:, :count]
+
+
+def _some(ids: I32) -> Iterator[I32]:
+    """Rows, so many that a few arrays of as many experts each stay small."""
+    return (ids[i : i + CHUNK] for i in range(0, len(ids), CHUNK))
 
 
 def _met(guess: npt.NDArray[Any], truth: npt.NDArray[Any]) -> float:
