@@ -29,6 +29,9 @@ from ork.text.vocab import SPACE_MARK, build_tokenizer, library_parts, without_p
 __all__ = ["Decoder", "Tokenizer", "build_tokenizer"]
 
 WHOLE_FROM: Final = 8192  # characters encoded so far, after which the whole vocabulary is loaded
+BLOCK: Final = 1 << 18  # characters that the library gets at a time: it takes some 150 bytes for each
+SEAM: Final = re.compile("(?<=[a-z]) (?=[a-z])")
+ACROSS: Final = re.compile("[a-z][ \u2581\u0120]")
 
 
 class Tokenizer:
@@ -96,9 +99,27 @@ class Tokenizer:
         try:
             whole = self._encoded > WHOLE_FROM
             model = self._whole if whole else self._restricted(self._words(text, first))
-            return list(self._library(model, first).encode(text, add_special_tokens=False).ids)
+            ids: list[int] = []
+            for block in self._blocks(text):
+                ids += self._library(model, first).encode(block, add_special_tokens=False).ids
+                first = False
+            return ids
         except Exception as error:  # the library has no error class of its own; damage is the only cause
             raise PackDamaged(f"the tokenizer in the pack is inconsistent ({error}); convert the model again") from None
+
+    def _blocks(self, text: str) -> Iterator[str]:
+        """A text in parts that become the tokens of the whole: a long one is cut in front of spaces between letters."""
+        at = 0
+        while len(text) - at > BLOCK and self._words_are_apart and (seam := SEAM.search(text, at + BLOCK)):
+            yield text[at : seam.start()]
+            at = seam.start()
+        yield text[at:]
+
+    @cached_property
+    def _words_are_apart(self) -> bool:
+        """Whether no token that merging can make has a letter in front of a space, however a space is spelled."""
+        texts = self._texts[:]
+        return not any(ACROSS.search(texts[i]) for i in u32(self._ready.index_ids).tolist())
 
     def _library(self, model: models.BPE, first: bool) -> tokenizers.Tokenizer:
         library = tokenizers.Tokenizer(model)
