@@ -144,7 +144,8 @@ template <bool I8, Made MADE> static void rows_in_place(const GroupedJob& j, int
 
 // --- panels -----------------------------------------------------------------------------------------------------------------
 
-// Rows as panels take them: in the order of their codes, and no power of two apart, or few sets of a cache would hold them all.
+// Rows as panels take them: where they are, or copied into the order of the codes, and then no power of two apart, or few
+// sets of a cache would hold them all.
 struct Lot {
     int64_t first, stride;
     const int8_t* codes;     // [rows][stride]
@@ -186,6 +187,7 @@ static inline __attribute__((always_inline)) void panel_sums(const uint8_t* w, c
     I16 acc[] = {start((int)(J / NC), (int)(J % NC))...};
     const uint8_t* last = w + 256 * steps;
     do {
+        if (!SPLIT_PANELS) for (int i = 0; i < MR; i++) __builtin_prefetch(a + (MR + i) * lda);   // the next rows, which lie apart
         panel_steps<MR, NC>(acc, w, a, lda, std::make_index_sequence<UNROLLED>());
         w += 256 * UNROLLED;
         a += STEP_CODES * UNROLLED;
@@ -204,7 +206,11 @@ template <int MR, bool SCALED, size_t... J> static inline void panel_groups(cons
         const float* row_scales = j.x.scales + m * groups + first;
         const float* scales = SCALED ? p.scales + 16 * c0 : nullptr;
         const uint8_t* w = p.codes + 64 * c0;
-        V16 y[] = {vload(to[J / NC] + 16 * (c0 + J % NC))...};
+        V16 y[] = {p.k == 0 ? vzero() : vload(to[J / NC] + 16 * (c0 + J % NC))...};
+        for (int i = 0; !SPLIT_PANELS && i < MR; i++) {   // the next rows', as in panel_sums
+            __builtin_prefetch(starts + (MR + i) * groups);
+            __builtin_prefetch(row_scales + (MR + i) * groups);
+        }
         for (int64_t g = 0; g < count; g++) {
             panel_sums<MR, NC>(w, a, lda, n, [&](int i, int) { return iset(starts[i * groups]); }, [&](int i, int c, I16 sum) {
                 const V16 scale = vset(row_scales[i * groups]);
@@ -241,7 +247,6 @@ template <int MR> static inline void panel_rows(const GroupedJob& j, const Lot& 
     float (*y)[64] = (float (*)[64])(lot.carry + 64 * (m - lot.first));
     if (!j.x.group) panel_integers<MR>(j, lot, p, m, 0, p.k, p.length, [&](int i) { return (int32_t*)y[i]; });
     else {
-        if (p.k == 0) __builtin_memset(y, 0, sizeof(float) * 64 * MR);
         if (p.scales) panel_groups<MR, true>(j, lot, p, m, y, std::make_index_sequence<MR * panel_nc(MR)>());
         else panel_groups<MR, false>(j, lot, p, m, y, std::make_index_sequence<MR * panel_nc(MR)>());
     }
@@ -288,22 +293,22 @@ static void rows_by_panels(const GroupedJob& j, int64_t m0, int64_t m1, int64_t 
     const int64_t panels = (K + whole - 1) / whole, unit = j.x.group ? j.group : 32;   // of like lengths
     const int64_t longest = (K / unit + panels - 1) / panels * unit, code_bytes = longest * 64 * CODE_BYTES, scale_bytes = j.s.group ? longest / j.s.group * 256 : 0;
     const int64_t fit = L2_ROWS_BYTES / K, fitting = (fit < 128 ? 128 : fit > 512 ? 512 : fit) / PANEL_MR * PANEL_MR, most = fitting < m1 - m0 ? fitting : m1 - m0;
-    const int64_t stride = ((K + 63) / 64 | 1) * 64, start_bytes = (most * j.groups * 4 + 63) / 64 * 64;
-    const AlignedBytes memory(code_bytes + scale_bytes + most * 256 + most * stride + start_bytes);
+    const int64_t stride = SPLIT_PANELS ? ((K + 63) / 64 | 1) * 64 : K, copied = SPLIT_PANELS ? most * stride : 0;
+    const AlignedBytes memory(code_bytes + scale_bytes + most * 256 + copied + most * j.groups * 4);
     float* scales = j.s.group && !j.sums ? (float*)(memory.p + code_bytes) : nullptr;
     float* carry = (float*)(memory.p + code_bytes + scale_bytes);
     int8_t* codes = (int8_t*)(carry + most * 64);
-    int32_t* starts = (int32_t*)(codes + most * stride);
+    int32_t* starts = (int32_t*)(codes + copied);
     const Levels levels = levels_of(level_table(j.s.codec));
     for (int64_t first = m0; first < m1; first += most) {
         const int64_t end = first + most < m1 ? first + most : m1;
-        for (int64_t m = first; m < end; m++) {
+        for (int64_t m = first; SPLIT_PANELS && m < end; m++) {
             const int8_t* row = j.x.codes + m * K;
             if (j.s.codec == Codec::i8) __builtin_memcpy(codes + (m - first) * stride, row, (size_t)K);
             else split_row(row, K, codes + (m - first) * stride);
         }
         for (int64_t i = 0; i < (end - first) * j.groups; i++) starts[i] = (int32_t)((uint32_t)-CORRECTION * (uint32_t)j.x.sums[first * j.groups + i]);
-        const Lot lot = {first, stride, codes, starts, carry};
+        const Lot lot = {first, stride, SPLIT_PANELS ? codes : j.x.codes + first * K, starts, carry};
         BlockWalk walk(j.s, b0);
         for (int64_t b = b0; b < b1; b++) {
             for (int64_t k = 0; k < K; k += longest) {

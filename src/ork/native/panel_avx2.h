@@ -6,6 +6,7 @@
 #include <cstdint>
 
 using Levels = __m256i;
+constexpr bool SPLIT_PANELS = true;
 static inline Levels levels_signed(const int8_t* table) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)); }
 
 #ifdef __AVXVNNI__

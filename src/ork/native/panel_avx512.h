@@ -3,8 +3,9 @@
 #include <immintrin.h>
 #include <cstdint>
 
-constexpr int PANEL_MR = 6, ROWS_IN_PLACE = 1;
-constexpr int panel_nc(int rows) { return rows > 3 ? 2 : 4; }   // up to 16 accumulators, 8 activations, a weight
+constexpr int PANEL_MR = 3, ROWS_IN_PLACE = 1;
+constexpr bool SPLIT_PANELS = false;
+constexpr int panel_nc(int) { return 4; }   // 12 sums, as many floats, 4 weights: 7 loads for 12 products
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 
 using Levels = __m512i;   // the same 16 bytes in every 128-bit lane
@@ -118,8 +119,10 @@ static inline void unpack_4bit(const uint8_t* tile, Levels levels, uint8_t* pane
         __m512i q[4];
         transpose4(_mm512_loadu_si512(tile), _mm512_loadu_si512(tile + 64), _mm512_loadu_si512(tile + 128), _mm512_loadu_si512(tile + 192), q);
         for (int i = 0; i < 4; i++) {
-            _mm512_store_si512(panel + 256 * i, _mm512_shuffle_epi8(levels, _mm512_and_si512(q[i], low)));
-            _mm512_store_si512(panel + 256 * (4 + i), _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(q[i], 4), low)));
+            const __m512i even = _mm512_shuffle_epi8(levels, _mm512_and_si512(q[i], low)), odd = _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(q[i], 4), low));
+            const __m512 a = _mm512_castsi512_ps(_mm512_unpacklo_epi8(even, odd)), b = _mm512_castsi512_ps(_mm512_unpackhi_epi8(even, odd));
+            _mm512_store_ps(panel + 512 * i, _mm512_shuffle_ps(a, b, 0x88));
+            _mm512_store_ps(panel + 512 * i + 256, _mm512_shuffle_ps(a, b, 0xDD));
         }
     }
 }
@@ -130,7 +133,11 @@ static inline void unpack_i8(const uint8_t* tile, uint8_t* panel) {
 
 using W16 = __m512i;
 using Act = __m512i;
-static inline W16 load_weights(const uint8_t* p) { return _mm512_load_si512(p); }
+static inline W16 load_weights(const uint8_t* p) {
+    W16 w = _mm512_load_si512(p);
+    asm("" : "+v"(w));   // or gcc loads it again for every row
+    return w;
+}
 static inline Act load_act(const int8_t* a) { int32_t x; __builtin_memcpy(&x, a, 4); return _mm512_set1_epi32(x); }
 template <int> static inline I16 dot_step(I16 acc, W16 w, Act a) { return dot64(acc, w, a); }
 

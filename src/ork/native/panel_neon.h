@@ -6,6 +6,7 @@
 constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 2, AHEAD = 256;
 constexpr int panel_nc(int) { return 1; }
 constexpr int STEP_CODES = 4, ACT_STEPS = 4, CODE_BYTES = 1;
+constexpr bool SPLIT_PANELS = true;
 
 using Levels = int8x16_t;
 static inline Levels levels_signed(const int8_t* table) { return vld1q_s8(table); }

@@ -2,8 +2,8 @@
 //
 // A 4-bit code stands for one of 16 int8 levels (i4: -8..7), so one table serves both codecs. A panel is a stretch of K of
 // 64 channels, unpacked so that the channels are lanes: [K / STEP_CODES][64][STEP_CODES] codes of CODE_BYTES, 256 bytes a
-// step; a dot product then needs no sum across lanes. 4-bit codes lie in it in the order of split_row, int8 codes as they
-// are. `Act` holds the codes of one row for ACT_STEPS steps.
+// step; a dot product then needs no sum across lanes. 4-bit codes lie in it in the order of split_row or as they are, int8
+// codes as they are. `Act` holds the codes of one row for ACT_STEPS steps.
 #pragma once
 #include <cstdint>
 
@@ -11,6 +11,7 @@ constexpr int PANEL_MR = 1;                        // rows held in registers,
 constexpr int panel_nc(int) { return 4; }          // and with so many rows, sixteens of channels: 1, 2 or 4
 constexpr int ROWS_IN_PLACE = 1, AHEAD = 0;        // rows that read the tiles themselves; inputs from a tile to what memory is asked for
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
+constexpr bool SPLIT_PANELS = true;                // the order of 4-bit codes in a panel: split_row's, or as they are
 
 struct Levels { int8_t v[16]; };
 static inline Levels levels_signed(const int8_t* table) { Levels l; __builtin_memcpy(l.v, table, 16); return l; }
