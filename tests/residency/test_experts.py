@@ -376,6 +376,7 @@ def test_plans() -> None:
     little = plan_experts(layers, 5 * size, mapped)  # less than two a layer: nothing would be kept to any use
     assert little is not None
     assert [(p.layers, p.slots) for p in little.pools] == [((0, 1, 2), 5)]
+    assert little.reason.startswith("5 experts of all layers together, lru")
     assert plan_experts(layers, 2 * size - 1, mapped) is None
 
 

@@ -211,8 +211,10 @@ class ExpertPlan:
             return f"experts pass in slices through {slots} slots of {self.pools[0].sizes[0] / 2**20:.1f} MiB"
         counts = sorted({pool.slots for pool in self.pools})
         spread = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        if self.pools[0].shared:
-            ways = f"{sum(map(len, self.stay.values()))} experts stay, the others pass through {slots} slots"
+        if stay := sum(map(len, self.stay.values())):
+            ways = f"{stay} experts stay, the others pass through {slots} slots"
+        elif self.pools[0].shared:
+            ways = f"{slots} experts of all layers together, {self.policy if self.policy == 'lfu' else 'lru'}"
         else:
             ways = f"{spread} experts a layer, {self.policy}"
         return f"{ways} ({self.nbytes >> 20} MiB)"
