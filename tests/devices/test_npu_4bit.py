@@ -297,3 +297,18 @@ def test_results_behind_their_interrupt(kernel: EmulatedKernel, monkeypatch: pyt
     assert (bits(want.numpy()) == bits(got.numpy())).all()
     assert (device.failed_ops, asked > late) == ((0, True) if late == 3 else (1, False))
     device.close()
+
+
+def test_blobs_that_are_kept_for_the_cpu_are_counted(kernel: EmulatedKernel) -> None:
+    """A board has one memory: what ops with few rows read lies beside the slots, and is told."""
+    device = NpuDevice(Npu.open(kernel), CpuDevice(1), name="hybrid", min_rows=32)
+    parts = [random_slice("i4", 64, 1280, seed) for seed in range(3)]
+    slots = device.make_slots([device.mapped_bytes(spec) for spec, *_ in parts[:2]])
+    for slot, (spec, blob, _) in zip([*slots, slots[0]], parts):  # the last one takes the first one's place
+        device.room(spec, slot)[: blob.nbytes] = blob
+        device.fill(spec, slot, blob.nbytes)
+    assert 2 * parts[0][1].nbytes <= device.kept_bytes < 2 * parts[0][1].nbytes + 2 * 4096
+    for slot in slots:
+        device.free_slot(slot)
+    assert device.kept_bytes == 0
+    device.close()

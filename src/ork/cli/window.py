@@ -141,9 +141,11 @@ def say_window(model: LoadedModel) -> None:
 
 
 def scratch_bytes(model: LoadedModel) -> int:
-    """What is in use beside slices: rows, sums and programs of the NPU, pieces of an embedding that streams."""
+    """What is in use beside slices: rows, sums and programs of the NPU, 4-bit blobs that are kept beside the slots they
+    fill inflated, pieces of an embedding that streams."""
     by_domain: dict[int, int] = getattr(model.device, "scratch_bytes", {})
-    return model.stream.stats.scratch_bytes + sum(by_domain.values())
+    kept: int = getattr(model.device, "kept_bytes", 0)
+    return model.stream.stats.scratch_bytes + kept + sum(by_domain.values())
 
 
 def check_eager(model: LoadedModel) -> None:

@@ -239,6 +239,11 @@ class NpuDevice:
         """What is mapped beside slices: rows, sums, programs and tasks, by domain."""
         return {d: n - self._slots.bytes.get(d, 0) for d, n in self.npu.memory.mapped.items()}
 
+    @property
+    def kept_bytes(self) -> int:
+        """Host memory beside that of the slots: blobs of which ops with few rows read half the bytes on the CPU."""
+        return self._slots.kept
+
     def close(self) -> None:
         """Frees what the device allocated and closes the node."""
         self._plans.close()

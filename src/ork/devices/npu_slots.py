@@ -180,6 +180,8 @@ class Slots:
     def __init__(self, npu: Npu, *, prepare: Callable[[int], object], forget: Callable[[DmaBuffer], None]):
         self.npu = npu
         self.bytes: dict[int, int] = {}  # by domain
+        self.kept = 0  # bytes of host memory: blobs that slots keep beside
+        self._lock = threading.Lock()
         self._prepare, self._forget = prepare, forget
         self._local = threading.local()
 
@@ -202,6 +204,7 @@ class Slots:
         return slots
 
     def free(self, slot: NpuSlot) -> None:
+        self._keep(slot, None)
         region = slot.region
         region.slots -= 1
         if not region.slots:
@@ -215,10 +218,15 @@ class Slots:
         if held is None or held.nbytes < nbytes:
             held = page_room(nbytes)
             if keep:
-                slot.stored = held
+                self._keep(slot, held)
             else:
                 self._local.memory = held
         return held
+
+    def _keep(self, slot: NpuSlot, blob: Bytes | None) -> None:
+        with self._lock:  # slots are filled by several threads
+            self.kept += (0 if blob is None else blob.nbytes) - (0 if slot.stored is None else slot.stored.nbytes)
+        slot.stored = blob
 
     def _region(self, nbytes: int, slots: int, domain: int) -> Region:
         self._prepare(domain)
