@@ -14,6 +14,7 @@ import pytest
 from ork.build import convert, sensitivity
 from ork.build.allocate import Measurements
 from ork.build.imatrix import read_imatrix
+from ork.errors import SourceError
 from ork.pack.format import align
 from ork.pack.reader import Pack
 from ork.quant import q4_k_m
@@ -278,7 +279,7 @@ def test_interrupted_it_goes_on_without_measuring(
     assert measurings == ["mix"] * 2
     code, _, err = ork(*command)
     assert (code, measurings) == (0, ["mix"] * 2)
-    assert "going on with what the conversion that was interrupted has measured" in err
+    assert "going on with what the conversion before has measured" in err
     assert target.read_bytes() == want
     assert list(tmp_path.iterdir()) == [target]
 
@@ -313,11 +314,28 @@ def test_what_an_interrupted_conversion_measured_on_something_else_is_not_taken(
     assert not waiting.exists()
 
 
-def test_what_was_measured_goes_with_a_refusal(
-    refused: Refused, model: Path, text: Path, tmp_path: Path, measurings: list[str]
+def test_a_budget_that_was_too_small_is_not_measured_for_again(
+    ork: Ork, refused: Refused, model: Path, text: Path, tmp_path: Path, measurings: list[str]
 ) -> None:
-    only = ("--tensor-type", "blk=f32", "--target-bpw", 5, "--calibrate", text)
-    assert "bits a weight are too few" in refused("convert", model, *only, "-o", tmp_path / "x.orkpack")
+    target = tmp_path / "x.orkpack"
+    options = ("convert", model, "--calibrate", text, "--tensor-type", "attn=f32", "-o", target)
+    assert "bits a weight are too few" in refused(*options, "--target-bpw", 5)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.orkpack.measuring"]
+    assert ork(*options[:-4], *options[-2:], "--target-bpw", 6)[0] == 0
+    assert len(measurings) == 1
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_was_measured_goes_with_a_source_that_is_no_good(
+    ork: Ork, model: Path, text: Path, tmp_path: Path, measurings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: object) -> None:
+        raise SourceError("damaged")
+
+    monkeypatch.setattr(convert, "make_blob", damaged)
+    target = tmp_path / "x.orkpack"
+    code, _, err = ork("convert", model, "--recipe", "mixed", "--calibrate", text, "-o", target)
+    assert (code, err.splitlines()[-1]) == (2, "ork: damaged")
     assert len(measurings) == 1
     assert not list(tmp_path.iterdir())
 

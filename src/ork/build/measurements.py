@@ -14,7 +14,7 @@ import xxhash
 from ork.build.allocate import Measured, Measurements
 from ork.build.convert import plan_pack
 from ork.build.layerwise import I32
-from ork.errors import OrkError, UsageError
+from ork.errors import SourceError, UsageError
 from ork.files import write_whole
 from ork.quant.recipe import builtin
 from ork.sources.base import Source
@@ -68,14 +68,13 @@ def recall(path: Path, subject: str) -> Measurements | None:
 
 @contextlib.contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """Where measurements wait until the pack `target` is whole. They go with its part file: kept when a conversion is
-    interrupted, so that the next one goes on without measuring, and gone when it is done or leaves nothing."""
+    """Where measurements wait until the pack `target` is whole, so that the next conversion goes on without measuring
+    when this one is interrupted, or refused for too few bytes, say; but not where its source is no good."""
     path = target.with_name(f"{target.name}.measuring")
     try:
         yield path
-    except OrkError:
-        if not target.with_name(f"{target.name}.part").exists():
-            path.unlink(missing_ok=True)
+    except SourceError:
+        path.unlink(missing_ok=True)
         raise
     path.unlink(missing_ok=True)
 

@@ -60,7 +60,9 @@ def measured(args: argparse.Namespace) -> bool:
             raise UsageError("--target-bpw chooses the codecs: it goes with no other recipe")
     if args.promote_budget is not None:
         if not 0 < args.promote_budget < 1 << 20:
-            raise UsageError(f"--promote-budget {args.promote_budget:g}: give megabytes, more than 0")
+            raise UsageError(
+                f"--promote-budget {args.promote_budget:g}: give megabytes, more than 0 and less than 2^20"
+            )
         if named or args.target_bpw is not None:
             raise UsageError("--promote-budget is on top of a 4-bit recipe: mixed and small have a budget of their own")
         return True
@@ -129,7 +131,7 @@ def gptq_tokens(args: argparse.Namespace) -> int:
 def _measurements(
     args: argparse.Namespace, source: Source, tokens: npt.NDArray[np.int32], mode: str, waiting: Path
 ) -> Measurements:
-    """Those of --measurements, or of a conversion that was interrupted, or made now and kept in such a file."""
+    """Those of --measurements, or of a conversion that did not end, or made now and kept in such a file."""
     from ork.build.measurements import load, recall, save, subject_of
     from ork.build.sensitivity import measure
     from ork.files import check_folder
@@ -145,7 +147,7 @@ def _measurements(
             )
         save(file, subject, found)
     elif not args.measurements:
-        say("going on with what the conversion that was interrupted has measured")
+        say("going on with what the conversion before has measured")
     return found
 
 
