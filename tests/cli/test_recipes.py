@@ -223,6 +223,7 @@ def test_a_pack_keeps_its_recipe(ork: Ork, refused: Refused, gguf: Path) -> None
         (("--tensor-type", "(=i8"), "is not a regular expression"),
         (("--rotation", "full"), "--rotation"),
         (("--rotation", "block", "--no-rotate"), "not allowed with"),
+        (("--rotation", "mix", "--codec", "f16"), "--rotation mix: recipe f16 has no codec that is rotated"),
         (("--tensor-type", "atn_q=f16"), "'atn_q' names no matrix of "),
         (("--tensor-type", "_norm=f16"), "'_norm' names no matrix of "),
         (("--tensor-type", "ffn=nf4:" + "9" * 5000), "write it like"),

@@ -84,7 +84,10 @@ def recipe_of(args: argparse.Namespace, source: Source) -> Recipe:
         recipe = tiers_from(args.tiers_from, source, recipe)
     recipe = recipe.but(rules)
     rotation = "none" if args.no_rotate else args.rotation
-    return recipe.rotated(rotation) if rotation else recipe
+    turned = recipe.rotated(rotation) if rotation else recipe
+    if args.rotation and not any(c.rotation == rotation for c in (turned.default, *(c for _, c in turned.rules))):
+        raise UsageError(f"--rotation {rotation}: recipe {recipe.name} has no codec that is rotated")
+    return turned
 
 
 def command_line_rules(args: argparse.Namespace, source: Source) -> list[tuple[str, Choice]]:
