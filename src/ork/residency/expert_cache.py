@@ -146,8 +146,9 @@ class ExpertCache:
             rest = [item for (_, expert) in rest for item in _parts(layer, expert)]
         visit = run.visit = held.pool.visit(rest)
         self._stats.hits[layer.layer] += len(visit.hits)
-        if self._threads is not None and self._cached(layer, held, visit.loads):
-            self._copy(layer, visit.loads, run)
+        if not visit.loads or (self._threads is not None and self._cached(layer, held, visit.loads)):
+            if visit.loads:
+                self._copy(layer, visit.loads, run)
             slots = dict(visit.hits) | {load.item: load.slot for load in visit.loads}
             yield from self._hand_out(_batch(stay + [(item[1], held.handles[slot]) for item, slot in slots.items()]))
             return
@@ -185,7 +186,7 @@ class ExpertCache:
     def _cached(self, layer: ExpertLayer, held: _Slots, loads: Sequence[Load]) -> bool:
         """Whether all have slots that take them as they are, and the first slice of each is in the page cache: then the
         others are taken to be there too."""
-        if not loads or any(load.after is not None for load in loads):
+        if any(load.after is not None for load in loads):
             return False
         pieces = [_pieces_of(layer, load.item) for load in loads]
         if not all(as_stored(self._device, *p, slot) for p, slot in zip(pieces[0], held.slots[loads[0].slot])):
@@ -277,15 +278,15 @@ class ExpertCache:
 
     def _end(self, run: _Pass) -> None:
         """Whatever happened: nothing is being filled any more, and what did not come is forgotten."""
-        for job in run.jobs.values():
-            job.cancel()
-        with self._changed:
-            self._changed.notify_all()  # those that wait for a slot see that it is over
-            while run.filling:
-                self._changed.wait()
-        if run.visit is None:
+        if run.visit is None:  # nothing was asked for, or an interrupt came while the pool was at it
             run.held.empty()
-        else:
+        elif run.visit.loads:
+            for job in run.jobs.values():
+                job.cancel()
+            with self._changed:
+                self._changed.notify_all()  # those that wait for a slot see that it is over
+                while run.filling:
+                    self._changed.wait()
             run.held.pool.forget(*(load.item for load in run.visit.loads if load.item not in run.came))
         self._running = None
 

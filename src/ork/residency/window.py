@@ -239,7 +239,10 @@ class Window:
         names = tuple([t.name for t in tensors])
         if (whole := self._whole.get(names)) is not None:
             self.stats.hits += len(whole[1])
-            yield from self._hand_out(whole, [])
+            if self._loader is None:
+                yield whole  # nothing that it could hide is on its way
+            else:
+                yield from self._hand_out(whole, [])
             return
         most = self.plan.batch
         batch: Batch = ([], [])
