@@ -99,47 +99,52 @@ static inline void add_bias(const GroupedJob& j, int64_t m, int64_t block, int c
 
 enum class Made { sums, one_scale, row_scales, both_scales };   // of a group: the integers; floats of one, by row or by both
 
-template <bool I8, Made MADE> static void rows_in_place(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
+// R rows with one column of tiles: one walk, and where the kernels below can, one look at each code. `codes` in their order.
+template <bool I8, Made MADE, int R> static inline void column_in_place(const GroupedJob& j, int64_t m, const int8_t* codes, int64_t column, Levels levels) {
     constexpr int C = I8 ? 2 : 4, G = 16 * C;   // sixteens of channels in a column of tiles
     const Rows& x = j.x;
     const Slice& s = j.s;
-    const AlignedBytes split(I8 ? 64 : (m1 - m0) * x.Kp);
-    const Levels levels = levels_of(level_table(s.codec));
-    if (!I8) split_row(x.codes + m0 * x.Kp, (m1 - m0) * x.Kp, (int8_t*)split.p);
-    const int64_t groups = j.groups, group = j.group;
-    for (int64_t column = b0 * 64 / G; column < b1 * 64 / G; column++) {
-        const int64_t b = column * G / 64;
-        const int c0 = (int)(column * G % 64 / 16);
-        for (int64_t m = m0; m < m1; m++) {
-            const int8_t* a = I8 ? x.codes + m * x.Kp : (const int8_t*)split.p + (m - m0) * x.Kp;
-            const int32_t* code_sums = x.sums + m * groups;
-            const float* scales = x.scales + m * groups;
-            Walk walk(s, column, 1), ahead(s, column, 1, AHEAD);
-            const uint16_t* weight_scales = MADE == Made::both_scales ? s.group_scales + column * groups * G : nullptr;
-            V16 y[C];
-            for (V16& v : y) v = vzero();
-            for (int64_t g = 0; g < groups; g++) {
-                I16 sums[C];
-                for (I16& v : sums) v = starting_sum(code_sums[g]);
-                walk_on(walk, ahead, group, [&](const uint8_t* w, int64_t n, const uint8_t* next) {
-                    if constexpr (I8) row_sums_i8(w, n / 32, a, x.full_range, next, sums);
-                    else row_sums(w, n / 32, a, levels, next, sums);
-                    a += n;
-                });
-                const V16 scale = vset(scales[g]);
-                if constexpr (MADE == Made::both_scales) for (int i = 0; i < G; i += 32) __builtin_prefetch(weight_scales + 512 + i);
-                for (int c = 0; c < C; c++) {
-                    if constexpr (MADE == Made::sums) istore(j.sum(m, g, b) + 16 * (c0 + c), sums[c]);
-                    if constexpr (MADE == Made::one_scale) y[c] = scaled_sum(j, m, b, c0 + c, sums[c]);
-                    if constexpr (MADE == Made::row_scales) y[c] = vfma(vfloat(sums[c]), scale, y[c]);
-                    if constexpr (MADE == Made::both_scales) y[c] = vfma(vfloat(sums[c]), vmul(scale, vload_half(weight_scales + 16 * c)), y[c]);
-                }
-                if constexpr (MADE == Made::both_scales) weight_scales += G;
-            }
-            if constexpr (MADE != Made::sums)
-                for (int c = 0; c < C; c++) add_bias(j, m, b, c0 + c, MADE == Made::one_scale ? y[c] : vmul(vload(s.scales + 64 * b + 16 * (c0 + c)), y[c]));
+    const int64_t groups = j.groups, group = j.group, b = column * G / 64;
+    const int c0 = (int)(column * G % 64 / 16);
+    const int32_t* code_sums = x.sums + m * groups;
+    const float* scales = x.scales + m * groups;
+    const uint16_t* weight_scales = MADE == Made::both_scales ? s.group_scales + column * groups * G : nullptr;
+    Walk walk(s, column, 1), ahead(s, column, 1, AHEAD);
+    V16 y[R * C];   // [R][C], but in one: only so does gcc take a row's for scalars
+    for (V16& v : y) v = vzero();
+    for (int64_t g = 0; g < groups; g++) {
+        I16 sums[R * C];
+        for (int i = 0; i < R * C; i++) sums[i] = starting_sum(code_sums[i / C * groups + g]);
+        walk_on(walk, ahead, group, [&](const uint8_t* w, int64_t n, const uint8_t* next) {
+            if constexpr (I8) row_sums_i8<R>(w, n / 32, codes, x.Kp, x.full_range, next, sums);
+            else row_sums<R>(w, n / 32, codes, x.Kp, levels, next, sums);
+            codes += n;
+        });
+        if constexpr (MADE == Made::both_scales) for (int i = 0; i < G; i += 32) __builtin_prefetch(weight_scales + 512 + i);
+        for (int i = 0; i < R * C; i++) {   // one loop, for the same reason
+            const int c = i / R, r = i % R;
+            const V16 scale = vset(scales[r * groups + g]);
+            if constexpr (MADE == Made::sums) istore(j.sum(m + r, g, b) + 16 * (c0 + c), sums[r * C + c]);
+            if constexpr (MADE == Made::one_scale) y[r * C + c] = scaled_sum(j, m + r, b, c0 + c, sums[r * C + c]);
+            if constexpr (MADE == Made::row_scales) y[r * C + c] = vfma(vfloat(sums[r * C + c]), scale, y[r * C + c]);
+            if constexpr (MADE == Made::both_scales) y[r * C + c] = vfma(vfloat(sums[r * C + c]), vmul(scale, vload_half(weight_scales + 16 * c)), y[r * C + c]);
         }
+        if constexpr (MADE == Made::both_scales) weight_scales += G;
     }
+    if constexpr (MADE != Made::sums)
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) add_bias(j, m + r, b, c0 + c, MADE == Made::one_scale ? y[r * C + c] : vmul(vload(s.scales + 64 * b + 16 * (c0 + c)), y[r * C + c]));
+}
+
+template <bool I8, Made MADE> static void rows_in_place(const GroupedJob& j, int64_t m0, int64_t m1, int64_t b0, int64_t b1) {
+    const Rows& x = j.x;
+    const AlignedBytes split(I8 ? 64 : (m1 - m0) * x.Kp);
+    const Levels levels = levels_of(level_table(j.s.codec));
+    if (!I8) split_row(x.codes + m0 * x.Kp, (m1 - m0) * x.Kp, (int8_t*)split.p);
+    const int8_t* codes = I8 ? x.codes + m0 * x.Kp : (const int8_t*)split.p;
+    constexpr int per_block = I8 ? 2 : 1;
+    for (int64_t column = b0 * per_block; column < b1 * per_block; column++)
+        for_panels<ROWS_AT_ONCE>(m0, m1, [&](auto rows, int64_t m) { column_in_place<I8, MADE, decltype(rows)::value>(j, m, codes + (m - m0) * x.Kp, column, levels); });
 }
 
 // --- panels -----------------------------------------------------------------------------------------------------------------

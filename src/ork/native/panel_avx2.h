@@ -10,13 +10,13 @@ constexpr bool SPLIT_PANELS = true;
 static inline Levels levels_signed(const int8_t* table) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)); }
 
 #ifdef __AVXVNNI__
-constexpr int PANEL_MR = 3, ROWS_IN_PLACE = 2;
+constexpr int PANEL_MR = 3, ROWS_IN_PLACE = 2, ROWS_AT_ONCE = 1;
 constexpr int panel_nc(int) { return 2; }
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 static inline Levels levels_of(const int8_t* table) { return _mm256_xor_si256(levels_signed(table), _mm256_set1_epi8((char)0x80)); }
 static inline __m256i dot_levels(__m256i acc, __m256i w, __m256i a, __m256i) { return dot32(acc, w, a); }
 #else
-constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 6;
+constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 6, ROWS_AT_ONCE = 1;
 constexpr int panel_nc(int) { return 1; }
 constexpr int STEP_CODES = 2, ACT_STEPS = 4, CODE_BYTES = 2;
 static inline Levels levels_of(const int8_t* table) { return levels_signed(table); }
@@ -59,7 +59,7 @@ static inline __m256i eighth(const uint8_t* w, const uint8_t* next, Levels level
     return _mm256_hadd_epi32(_mm256_hadd_epi32(c[0], c[1]), _mm256_hadd_epi32(c[2], c[3]));
 }
 
-static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, const uint8_t* next, I16 (&sums)[4]) {
+template <int R> static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, int64_t, Levels levels, const uint8_t* next, I16* sums) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t t = 0; t < tiles; t++, w += 1024, next += 1024, a += 32) {
         const __m256i even = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)a)), even_size = _mm256_abs_epi8(even);
@@ -73,11 +73,8 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
 }
 
 // The same of one int8 tile column: 32 channels.
-static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, const uint8_t*, I16 (&sums)[2]) {
-    alignas(64) int32_t made[1][32] = {};
-    tile_i8<1>(a, 0, w, tiles, made, full_range);
-    sums[0] = iadd(sums[0], iload(made[0]));
-    sums[1] = iadd(sums[1], iload(made[0] + 16));
+template <int R> static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, int64_t, bool full_range, const uint8_t*, I16* sums) {
+    tile_i8<1>(a, 0, w, tiles, (int32_t (*)[32])sums, full_range);
 }
 
 template <class Channel> static inline void transpose8(Channel&& channel, uint8_t* out) {   // channel(i): eight steps of one channel

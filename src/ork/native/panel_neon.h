@@ -3,7 +3,7 @@
 #include <arm_neon.h>
 #include <cstdint>
 
-constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 2, AHEAD = 256;
+constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 2, ROWS_AT_ONCE = 1, AHEAD = 256;
 constexpr int panel_nc(int) { return 1; }
 constexpr int STEP_CODES = 4, ACT_STEPS = 4, CODE_BYTES = 1;
 constexpr bool SPLIT_PANELS = true;
@@ -26,7 +26,7 @@ static inline void split_row(const int8_t* a, int64_t n, int8_t* out) {
     }
 }
 
-static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, const uint8_t*, I16 (&sums)[4]) {
+template <int R> static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, int64_t, Levels levels, const uint8_t*, I16* sums) {
     for (int64_t t = 0; t < tiles; t++, a += 32) {
         const int8x16_t even = vld1q_s8(a), odd = vld1q_s8(a + 16);
         auto channel = [&](const uint8_t* p) {
@@ -45,11 +45,8 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
 }
 
 // The same of one int8 tile column: 32 channels.
-static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, const uint8_t*, I16 (&sums)[2]) {
-    alignas(64) int32_t made[1][32] = {};
-    tile_i8<1>(a, 0, w, tiles, made, full_range);
-    sums[0] = iadd(sums[0], iload(made[0]));
-    sums[1] = iadd(sums[1], iload(made[0] + 16));
+template <int R> static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, int64_t, bool full_range, const uint8_t*, I16* sums) {
+    tile_i8<1>(a, 0, w, tiles, (int32_t (*)[32])sums, full_range);
 }
 
 // Four channels of four steps -> four steps of four channels.

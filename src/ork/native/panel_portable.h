@@ -9,7 +9,8 @@
 
 constexpr int PANEL_MR = 1;                        // rows held in registers,
 constexpr int panel_nc(int) { return 4; }          // and with so many rows, sixteens of channels: 1, 2 or 4
-constexpr int ROWS_IN_PLACE = 1, AHEAD = 0;        // rows that read the tiles themselves; inputs from a tile to what memory is asked for
+constexpr int ROWS_IN_PLACE = 1, ROWS_AT_ONCE = 1; // rows that read the tiles themselves, and so many of them together
+constexpr int AHEAD = 0;                           // inputs from a tile to what memory is asked for
 constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 constexpr bool SPLIT_PANELS = true;                // the order of 4-bit codes in a panel: split_row's, or as they are
 
@@ -17,12 +18,12 @@ struct Levels { int8_t v[16]; };
 static inline Levels levels_signed(const int8_t* table) { Levels l; __builtin_memcpy(l.v, table, 16); return l; }
 static inline Levels levels_of(const int8_t* table) { return levels_signed(table); }   // as the dot products take them
 
-// Each 32 codes in the order that row_sums and panels of 4-bit codes want: here as they are, else even ones first.
+// Each 32 codes in the order that row_sums and split panels want: here as they are, else even ones first.
 static inline void split_row(const int8_t* a, int64_t n, int8_t* out) { __builtin_memcpy(out, a, (size_t)n); }
 
-// sums[c] += sums over whole tiles of 64 channels by 32 inputs with one row; plus CORRECTION times its code sum. The last
-// pointer but one is where the walk will be AHEAD inputs on.
-static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Levels levels, const uint8_t*, I16 (&sums)[4]) {
+// sums[4 * r + c] += sums over whole tiles of 64 channels by 32 inputs with each of R <= ROWS_AT_ONCE rows, so far apart; plus
+// CORRECTION times their code sums. The last pointer but one is where the walk will be AHEAD inputs on.
+template <int R> static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, int64_t, Levels levels, const uint8_t*, I16* sums) {
     for (int64_t t = 0; t < tiles; t++, a += 32)
         for (int c = 0; c < 64; c++, w += 16) {
             int32_t s = 0;
@@ -31,12 +32,9 @@ static inline void row_sums(const uint8_t* w, int64_t tiles, const int8_t* a, Le
         }
 }
 
-// The same of one int8 tile column: 32 channels.
-static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, bool full_range, const uint8_t*, I16 (&sums)[2]) {
-    alignas(64) int32_t made[1][32] = {};
-    tile_i8<1>(a, 0, w, tiles, made, full_range);
-    sums[0] = iadd(sums[0], iload(made[0]));
-    sums[1] = iadd(sums[1], iload(made[0] + 16));
+// The same of one int8 tile column: 32 channels, sums[2 * r + c].
+template <int R> static inline void row_sums_i8(const uint8_t* w, int64_t tiles, const int8_t* a, int64_t, bool full_range, const uint8_t*, I16* sums) {
+    tile_i8<1>(a, 0, w, tiles, (int32_t (*)[32])sums, full_range);
 }
 
 // One tile into 32 / STEP_CODES steps of a panel: of 64 channels; of 32 channels, `panel` being those of the first or second.

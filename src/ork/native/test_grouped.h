@@ -53,7 +53,7 @@ void linear_grouped(const Kernels& k, Trace& t) {
         {Codec::i4, 384, 192, 64, 0, 128},    {Codec::i8, 1152, 384, 64, 0, 576}};
     for (auto s : shapes)
         for (int full = 0; full < 2; full++)
-            for (int64_t M : {1, 2, 3, 7, 8, 13, 20, 520}) {   // a row in place, panels of few rows and of many, two lots of rows
+            for (int64_t M : {1, 2, 3, 4, 5, 7, 8, 13, 20, 520}) {   // rows in place, panels of few rows and of many, two lots of rows
                 if ((M > 8 && s.K > 4000) || (M > 20 && s.K > 64)) continue;
                 Random r(s.K * 1000 + M * 2 + full + (int)s.codec * 77);
                 GroupedWeights w(s.codec, s.K, s.ks, s.n, s.group, 64, r);
