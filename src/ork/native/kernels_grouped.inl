@@ -7,7 +7,7 @@
 
 constexpr int64_t PANEL_K = 512 / CODE_BYTES;   // inputs of a panel: 32 KiB, beside a few rows
 constexpr int UNROLLED = ACT_STEPS > 1 ? ACT_STEPS : 32 / STEP_CODES;   // steps of a panel that are written out
-constexpr int64_t FEW_ROWS = 16, FEW_K = 64;   // few rows wait for memory: short stretches, so that it answers meanwhile
+constexpr int64_t FEW_ROWS = 16, FEW_K = 128;   // few rows wait for memory: short stretches, so that it answers meanwhile
 
 struct AlignedBytes {
     explicit AlignedBytes(int64_t n) : p((uint8_t*)::operator new((size_t)n, std::align_val_t(64))) {}

@@ -16,7 +16,7 @@ constexpr int STEP_CODES = 4, ACT_STEPS = 1, CODE_BYTES = 1;
 static inline Levels levels_of(const int8_t* table) { return _mm256_xor_si256(levels_signed(table), _mm256_set1_epi8((char)0x80)); }
 static inline __m256i dot_levels(__m256i acc, __m256i w, __m256i a, __m256i) { return dot32(acc, w, a); }
 #else
-constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 6, ROWS_AT_ONCE = 1;
+constexpr int PANEL_MR = 4, ROWS_IN_PLACE = 10, ROWS_AT_ONCE = 1;
 constexpr int panel_nc(int) { return 1; }
 constexpr int STEP_CODES = 2, ACT_STEPS = 4, CODE_BYTES = 2;
 static inline Levels levels_of(const int8_t* table) { return levels_signed(table); }
