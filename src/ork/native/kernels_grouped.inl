@@ -1,7 +1,7 @@
 // Products with 4-bit codes, and with int8 codes where groups along K have scales of their own. Included inside an ISA's
 // namespace, after its panel_*.h and kernels_linear.inl. Column blocks are 64 wide whatever the codec.
 //
-// One row reads the tiles in place, once, at the memory's speed. More rows: a stretch of K of one block is unpacked into a
+// A few rows read the tiles in place, at the memory's speed. More rows: a stretch of K of one block is unpacked into a
 // panel in the L1 cache, which all rows then pass over. Both make the same exact sums of each group and the same floats of
 // them, so a row's result does not depend on which it took.
 
