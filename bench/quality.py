@@ -123,8 +123,8 @@ def weights_of_pack(path: Path) -> tuple[int, float]:
 def candidates(
     float_model: Path, recipes: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...]
 ) -> list[Candidate]:
-    """Everything made from the float model; ggml's files are kept beside it, packs in `folder`, each with a record of
-    how it was made: one that is there is taken as it is."""
+    """Everything made from the float model; ggml's files are kept beside it, packs in `folder`, and there a record of
+    how each was made: what is there is taken as it is."""
     found = []
     for name, options in recipes.items():
         record = folder / f"{float_model.stem}-{name}.json"
@@ -141,11 +141,15 @@ def candidates(
         print(f"{found[-1].name}: {found[-1].seconds:.1f} s", file=sys.stderr)
     kept = cache_folder("peers/fair")
     for kind in GGML:
-        file = kept / f"{float_model.stem}-{kind}.gguf"
+        file, record = kept / f"{float_model.stem}-{kind}.gguf", folder / f"{float_model.stem}-{kind}.json"
+        if record.exists() and file.exists():
+            found.append(Candidate(**{**json.loads(record.read_text()), "file": file}))
+            continue
         partial_file = file.with_suffix(".part")
         seconds = run_worker(PEERS["llama.cpp"], "quantize", float_model, partial_file, kind)["seconds"]
         partial_file.rename(file)
         found.append(Candidate(f"ggml {kind}", file, *weights_of_gguf(file), seconds, peer=True))
+        record.write_text(json.dumps({**vars(found[-1]), "file": str(file)}))
     return found
 
 
