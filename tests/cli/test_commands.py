@@ -27,8 +27,12 @@ DEADLINE = 60.0  # seconds until a test gives up on a process
 
 
 def start(*args: object, **options: object) -> subprocess.Popen[bytes]:
+    def heeding() -> None:  # a shell's background jobs are born ignoring Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-m", "ork", *map(str, args)], **{**pipes, **options})  # type: ignore[call-overload, no-any-return]
+    every = {"preexec_fn": heeding, **pipes, **options}
+    return subprocess.Popen([sys.executable, "-m", "ork", *map(str, args)], **every)  # type: ignore[call-overload, no-any-return]
 
 
 # --- run
