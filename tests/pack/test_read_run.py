@@ -108,7 +108,7 @@ def test_an_expert_is_one_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             pytest.skip("this file system has no O_DIRECT")
         run = entries(pack, EXPERT)
         rooms = [aligned(1 << 13) for _ in run]
-        monkeypatch.setattr(pack._file, "_cached", lambda *_: False)
+        monkeypatch.setattr(pack._file, "cached", lambda *_: False)
         monkeypatch.setattr(os, "preadv", counted)
         pack.read_run(list(zip(run, rooms)))
         assert reads == [3]

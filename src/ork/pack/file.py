@@ -77,10 +77,6 @@ class SliceFile:
         for part in parts:
             self.read(*part)
 
-    def cached(self, offset: int, nbytes: int) -> bool:
-        """Whether a range is in the page cache: reading it is copying."""
-        return bool(self._mapped) and self._cached(offset, nbytes)
-
     def copy(self, parts: Sequence[Part]) -> None:
         """Parts (offset, bytes, memory) of what is in the page cache, by all threads of the native code."""
         if not native.read_parts(self._fd, [o for o, *_ in parts], [memory[:nbytes] for _, nbytes, memory in parts]):
@@ -95,9 +91,11 @@ class SliceFile:
         """Bytes of any range, through the page cache, without reading ahead."""
         self._fill(self._parts if self._parts >= 0 else self._fd, offset, memory, memory.nbytes)
 
-    def _cached(self, offset: int, nbytes: int) -> bool:
-        """Whether all pages of the range are in the page cache. A read that must not wait would start a read-ahead;
-        this does not."""
+    def cached(self, offset: int, nbytes: int) -> bool:
+        """Whether all pages of a range are in the page cache, where reading it is copying; False of a file that is not
+        mapped. A read that must not wait would start a read-ahead; this does not."""
+        if not self._mapped:
+            return False
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         length = offset + nbytes - start
         seen = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)

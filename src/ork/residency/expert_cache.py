@@ -195,20 +195,10 @@ class ExpertCache:
 
     def _copy(self, layer: ExpertLayer, loads: Sequence[Load], run: _Pass) -> None:
         """Fills slots from the page cache, by all threads."""
-        start, held = time.perf_counter(), run.held
-        pieces = [_pieces_of(layer, load.item) for load in loads]
-        items = [(*piece, slot) for load, own in zip(loads, pieces) for piece, slot in zip(own, held.slots[load.slot])]
-        self._clock.change(transfers=1)
-        try:
-            handles, nbytes = load_run(self._source, self._device, items, cached=True)
-        finally:
-            self._clock.change(transfers=-1)
-        given = iter(handles)
-        for load, own in zip(loads, pieces):
-            held.handles[load.slot] = _by_role(own, list(islice(given, len(own))), layer, load.item[1])
-            run.came.add(load.item)
+        start = time.perf_counter()
+        self._stats.moved_bytes[layer.layer] += self._bring(layer, loads, run, cached=True)
+        for load in loads:
             self._count(layer, load)
-        self._stats.moved_bytes[layer.layer] += nbytes
         self._stats.waits += 1
         self._stats.wait_seconds += time.perf_counter() - start
 
@@ -224,7 +214,7 @@ class ExpertCache:
         job = run.jobs.get(load.item)
         start = time.perf_counter()
         ready = job is not None and job.done()
-        nbytes = self._bring(layer, load, run) if job is None else job.result()
+        nbytes = self._bring(layer, [load], run) if job is None else job.result()
         if not ready:
             self._stats.waits += 1
             self._stats.wait_seconds += time.perf_counter() - start
@@ -244,23 +234,26 @@ class ExpertCache:
                 raise CancelledError
             run.filling += 1
         try:
-            return self._bring(layer, load, run)
+            return self._bring(layer, [load], run)
         finally:
             with self._changed:
                 run.filling -= 1
                 self._changed.notify_all()
 
-    def _bring(self, layer: ExpertLayer, load: Load, run: _Pass) -> int:
-        """Fills a slot that nothing is computed from; bytes read."""
-        pieces = _pieces_of(layer, load.item)
+    def _bring(self, layer: ExpertLayer, loads: Sequence[Load], run: _Pass, *, cached: bool = False) -> int:
+        """Fills slots that nothing is computed from, of one expert, or of any that are `cached`; bytes read."""
+        held = run.held
+        pieces = [_pieces_of(layer, load.item) for load in loads]
+        items = [(*piece, slot) for load, own in zip(loads, pieces) for piece, slot in zip(own, held.slots[load.slot])]
         self._clock.change(transfers=1)
         try:
-            items = [(*piece, slot) for piece, slot in zip(pieces, run.held.slots[load.slot])]
-            handles, nbytes = load_run(self._source, self._device, items)
+            handles, nbytes = load_run(self._source, self._device, items, cached=cached)
         finally:
             self._clock.change(transfers=-1)
-        run.held.handles[load.slot] = _by_role(pieces, handles, layer, load.item[1])
-        run.came.add(load.item)
+        given = iter(handles)
+        for load, own in zip(loads, pieces):
+            held.handles[load.slot] = _by_role(own, list(islice(given, len(own))), layer, load.item[1])
+            run.came.add(load.item)
         return nbytes
 
     def _hand_out(self, batch: ExpertBatch) -> Iterator[ExpertBatch]:
