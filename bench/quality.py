@@ -120,6 +120,20 @@ def weights_of_pack(path: Path) -> tuple[int, float]:
     return sum(c["bytes"] for c in about["codecs"].values()), about["bits_per_weight"]
 
 
+def recorded(record: Path) -> Candidate | None:
+    """One that was made before, if its file is still there."""
+    if not record.exists():
+        return None
+    about = json.loads(record.read_text())
+    found = Candidate(**{**about, "file": Path(about["file"])})
+    return found if found.file.exists() else None
+
+
+def keep(record: Path, made: Candidate) -> Candidate:
+    record.write_text(json.dumps({**vars(made), "file": str(made.file)}))
+    return made
+
+
 def candidates(
     float_model: Path, recipes: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...]
 ) -> list[Candidate]:
@@ -128,28 +142,26 @@ def candidates(
     found = []
     for name, options in recipes.items():
         record = folder / f"{float_model.stem}-{name}.json"
-        if record.exists():
-            about = json.loads(record.read_text())
-            found.append(Candidate(**{**about, "file": Path(about["file"])}))
+        if before := recorded(record):
+            found.append(before)
             continue
         start = time.perf_counter()
         # one measurement serves the whole sweep
         shared = ("--measurements", str(folder / "measurements.json")) if name in SWEEP else ()
         pack = fresh_pack(float_model, folder, *options, *shared, *extra)
-        found.append(Candidate(f"ork {name}", pack, *weights_of_pack(pack), time.perf_counter() - start, peer=False))
-        record.write_text(json.dumps({**vars(found[-1]), "file": str(pack)}))
+        seconds = time.perf_counter() - start
+        found.append(keep(record, Candidate(f"ork {name}", pack, *weights_of_pack(pack), seconds, peer=False)))
         print(f"{found[-1].name}: {found[-1].seconds:.1f} s", file=sys.stderr)
     kept = cache_folder("peers/fair")
     for kind in GGML:
         file, record = kept / f"{float_model.stem}-{kind}.gguf", folder / f"{float_model.stem}-{kind}.json"
-        if record.exists() and file.exists():
-            found.append(Candidate(**{**json.loads(record.read_text()), "file": file}))
+        if before := recorded(record):
+            found.append(before)
             continue
         partial_file = file.with_suffix(".part")
         seconds = run_worker(PEERS["llama.cpp"], "quantize", float_model, partial_file, kind)["seconds"]
         partial_file.rename(file)
-        found.append(Candidate(f"ggml {kind}", file, *weights_of_gguf(file), seconds, peer=True))
-        record.write_text(json.dumps({**vars(found[-1]), "file": str(file)}))
+        found.append(keep(record, Candidate(f"ggml {kind}", file, *weights_of_gguf(file), seconds, peer=True)))
     return found
 
 
