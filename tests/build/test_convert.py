@@ -16,9 +16,8 @@ import pytest
 import ork
 from ork import tiles
 from ork.api import LoadedModel
-from ork.build.cache import cached_pack
-from ork.build.convert import DEFAULT_MAX_RAM, Aids, convert, is_weight
-from ork.errors import OrkError, SourceError, StorageError, UsageError
+from ork.build.convert import Aids, convert, is_weight
+from ork.errors import OrkError, SourceError, UsageError
 from ork.native import Array
 from ork.pack import writer
 from ork.pack.reader import Pack
@@ -540,72 +539,6 @@ def test_only_packs_are_overwritten(gguf: Path, tmp_path: Path) -> None:
 def test_unknown_codec() -> None:
     with pytest.raises(UsageError, match="recipe 'i3' is unknown; known are int8, i8, i4, nf4, f16, f32, mixed"):
         builtin("i3")
-
-
-# --- the cache
-
-
-def cached(path: Path, told: list[str] | None = None, recipe: Recipe | None = None) -> Path:
-    announce = None if told is None else told.append
-    return cached_pack(path, recipe or builtin("i8"), max_ram=DEFAULT_MAX_RAM, announce=announce)
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ORK_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def test_a_source_is_converted_once(gguf: Path, home: Path) -> None:
-    told: list[str] = []
-    first = cached(gguf, told)
-    assert home in first.parents
-    assert len(told) == 1
-    stamp = first.stat()
-    assert cached(gguf, told) == first
-    assert first.stat().st_mtime_ns == stamp.st_mtime_ns
-    assert len(told) == 1
-    assert cached(first, told) == first  # a pack is what it is
-
-
-def test_what_differs_has_a_pack_of_its_own(gguf: Path, home: Path) -> None:
-    recipes = [builtin("i8"), builtin("f32"), builtin("i8", rotate=False), builtin("nf4"), builtin("nf4", group=32)]
-    paths = [cached(gguf, recipe=recipe) for recipe in recipes]
-    assert len(set(paths)) == len(recipes)
-    assert cached(gguf, recipe=builtin("f32", rotate=False)) == paths[1]
-
-
-def test_a_changed_source_is_converted_again(gguf: Path, home: Path, tmp_path: Path) -> None:
-    first = cached(gguf)
-    data = bytearray(gguf.read_bytes())
-    data[-40] ^= 1  # a code of the last tensor: no header tells
-    gguf.write_bytes(data)
-    os.utime(gguf, ns=(1, gguf.stat().st_mtime_ns + 1))
-    second = cached(gguf)
-    assert second != first
-    assert second.read_bytes() != first.read_bytes()
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    for f in (GOLDENS / "qwen2").iterdir():
-        (folder / f.name).write_bytes(f.read_bytes())
-    third = cached(folder)
-    os.utime(folder / "model.safetensors", ns=(1, 1))
-    assert cached(folder) != third
-
-
-def test_a_pack_without_its_name_is_known(gguf: Path, tmp_path: Path) -> None:
-    make(gguf, tmp_path / "x.orkpack")
-    plain = (tmp_path / "x.orkpack").rename(tmp_path / "model.bin")
-    assert cached(plain) == plain
-
-
-def test_a_cache_that_cannot_be(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ORK_HOME", str(tmp_path / "file"))
-    with pytest.raises(StorageError, match="ORK_HOME"):
-        cached(gguf)
-    with pytest.raises(UsageError, match="no such file or folder"):
-        cached(tmp_path / "nothing.gguf")
 
 
 def test_everything_raised_is_an_error_of_ours(gguf: Path, tmp_path: Path) -> None:
