@@ -143,7 +143,8 @@ DEEP = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns
     ],
 )
 def test_bad_templates_end_in_one_clear_line(source: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    if says.startswith("runs for"):  # for the others time must not run out first, however busy the machine is
+        monkeypatch.setattr(chat, "SECONDS", 0.5)
     with pytest.raises(SourceError, match=f"(?i){says}") as caught:
         ChatTemplate(source).render([USER])
     assert "\n" not in str(caught.value)

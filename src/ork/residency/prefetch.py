@@ -72,7 +72,7 @@ class Loader:
         self._free = list(slots)
         self._ready: dict[Key, tuple[Handle, Slot]] = {}
         self._filling: set[Key] = set()
-        self._failed: dict[Key, BaseException] = {}
+        self._failed: dict[Key, BaseException | None] = {}  # None: the op that asked was told
         self._pins: Counter[Key] = Counter()
         self._at = 0  # position in the order from where slices will be needed
         self._stop = False
@@ -143,11 +143,12 @@ class Loader:
     # --- inside; the lock is held ---
 
     def _wait_for(self, key: Key) -> None:
-        self._failed.clear()
+        self._failed.pop(key, None)
         self._changed.notify_all()
         while key not in self._ready:
-            if key in self._failed:
-                raise self._failed.pop(key)
+            if (error := self._failed.get(key)) is not None:
+                self._failed[key] = None  # it stays failed: no loader tries again until the next op asks
+                raise error
             if self._stop:
                 raise RuntimeError("the window was closed while an op waited for a slice")
             self._check_room(key)
