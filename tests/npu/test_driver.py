@@ -264,7 +264,8 @@ def test_a_dropped_job_is_reset_and_all_that_ran_start_again(npu: Npu, kernel: F
     kernel.script = [dropped, dropped]
     chains = [npu.prepare([job(npu)]).chain for _ in range(2)]
     npu.run(chains, cores=2, blocking=False, timeout_ms=20)
-    assert (kernel.resets, npu.counters.dropped, len(kernel.ran)) == (1, 2, 4)
+    assert (kernel.resets, len(kernel.ran)) == (1, 4)
+    assert 1 <= npu.counters.dropped <= 2  # the second may not have been late yet when the first was
 
 
 def test_a_job_that_is_dropped_twice_fails(npu: Npu, kernel: FakeKernel) -> None:
