@@ -35,11 +35,25 @@ class SliceFile:
         self._fd = fd
         self._direct = self._parts = -1
         self._refused = False
+        self._seen = self._state()  # bytes and time of the last change
         with contextlib.suppress(OSError):  # tmpfs and some network file systems have no O_DIRECT
             self._direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | getattr(os, "O_DIRECT", 0))
         with contextlib.suppress(OSError):  # of its own: reading ahead is right for the mapping and wrong for parts
             self._parts = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
             os.posix_fadvise(self._parts, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _state(self) -> tuple[int, int]:
+        held = os.fstat(self._fd)
+        return held.st_size, held.st_mtime_ns
+
+    def written(self) -> bool:
+        """Whether somebody has written into the file since this was last asked. Raises PackDamaged while it is shorter
+        than it was: its end must not be touched in a mapping then."""
+        now = self._state()
+        if now[0] < self._seen[0]:
+            raise PackDamaged(f"{self.path}: the file ends at {now[0]} while in use: convert the model again")
+        changed, self._seen = now != self._seen, now
+        return changed
 
     @property
     def direct(self) -> bool:

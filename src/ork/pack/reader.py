@@ -162,7 +162,9 @@ class Pack:
 
     def read_into(self, entry: int, memory: Bytes) -> int:
         """Reads an entry's blob into page-aligned `memory`, past the page cache where the file system can, and checks
-        it on its first use; its bytes. Nothing of the mapping is touched. Raises PackDamaged or StorageError."""
+        it on its first use, and again once somebody has written into the file; its bytes. Nothing of a slice's mapping
+        is touched. Raises PackDamaged or StorageError."""
+        self._look()
         e = self._index.entries[entry]
         offset, nbytes = int(e["offset"]), int(e["nbytes"])
         self._file.read(offset, nbytes, memory)
@@ -177,6 +179,7 @@ class Pack:
     def cached(self, entry: int) -> bool:
         """Whether an entry's blob is in the page cache, as far as its first page tells: to ask for all takes as long as
         to copy a tenth of it."""
+        self._look()
         return self._file.cached(int(self._index.entries["offset"][entry]), 1)
 
     def copy(self, items: Sequence[tuple[int, Bytes]]) -> list[int]:
@@ -184,6 +187,7 @@ class Pack:
         return self._filled(items, self._file.copy)
 
     def _filled(self, items: Sequence[tuple[int, Bytes]], read: Callable[[list[Part]], None]) -> list[int]:
+        self._look()
         offsets, sizes = (
             self._index.entries[key][[entry for entry, _ in items]].tolist() for key in ("offset", "nbytes")
         )
@@ -191,6 +195,12 @@ class Pack:
         for nbytes, (entry, memory) in zip(sizes, items):
             self._check(entry, memory[:nbytes])
         return [int(nbytes) for nbytes in sizes]
+
+    def _look(self) -> None:
+        """Slices are read time and again, long after their first use: what somebody writes into the file meanwhile is
+        not taken for what was checked."""
+        if self._file.written():
+            self._checked[:] = bytes(len(self._checked))
 
     def _check(self, entry: int, blob: Bytes) -> None:
         """Hashes what was read of an entry, once."""
@@ -203,11 +213,13 @@ class Pack:
 
     def expect(self, entry: int, start: int, nbytes: int) -> None:
         """Part of a blob will be read soon by `read_part`; one that has not been checked yet is read whole."""
+        self._look()
         if self._checked[entry]:
             self._file.expect(int(self._index.entries["offset"][entry]) + start, nbytes)
 
     def read_part(self, entry: int, start: int, memory: Bytes) -> None:
         """Reads part of a blob that has been checked whole into `memory`, through the page cache."""
+        self._look()
         e = self._index.entries[entry]
         if not self._checked[entry]:
             self.read_into(entry, aligned(int(e["nbytes"])))
