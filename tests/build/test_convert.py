@@ -528,7 +528,7 @@ def test_only_packs_are_overwritten(gguf: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             make(gguf, target)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="not a pack"):
+    with pytest.raises(UsageError, match="is no pack"):
         make(gguf, tmp_path / "notes.txt")
     assert gguf.read_bytes() == before
     assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -266,4 +266,6 @@ def test_a_program_is_recorded_and_runs_again(ork: Ork, tmp_path: Path) -> None:
 def test_nothing_is_recorded_of_no_program(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "not found" in refused("emu", "record", "-o", tmp_path / "x", "--", "/no/such/program")
     assert not (tmp_path / "x").exists()
-    assert "No such file" in refused("emu", "record", "-o", tmp_path / "no" / "x", "--", sys.executable, "-c", "0")
+    assert "there is no folder" in refused(
+        "emu", "record", "-o", tmp_path / "no" / "x", "--", sys.executable, "-c", "0"
+    )

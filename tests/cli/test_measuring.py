@@ -100,7 +100,7 @@ def test_what_ppl_refuses(refused: Refused, model: Path, packed: Path, text: Pat
         (("-f", text, "--base", base, "--against", packed), "exclude each other"),
         (("-f", text, "-c", "32", "--save-base", tmp_path / "no" / "x"), "there is no folder"),
         (("-f", text, "-c", "32", "--save-base", binary), "is there and is no file of `ork ppl --save-base`"),
-        (("-f", text, "-c", "32", "--save-base", tmp_path), "directory"),
+        (("-f", text, "-c", "32", "--save-base", tmp_path), "this is a folder"),
         ((), "required"),
     ):
         assert words in refused("ppl", packed, *args)
@@ -260,7 +260,7 @@ def test_what_cannot_be_evaluated_is_not_converted(refused: Refused, model: Path
     assert "goes with --evaluate" in refused("convert", model, "-o", target, "--evaluate-chunks", "2")
     assert [f.name for f in tmp_path.iterdir()] == ["short.txt"]
     (tmp_path / "b.orkpack.reference").write_text("mine")
-    assert "is not a pack" in refused("convert", model, "-o", target, "--evaluate", text)
+    assert "is no pack" in refused("convert", model, "-o", target, "--evaluate", text)
     assert (tmp_path / "b.orkpack.reference").read_text() == "mine"
 
 

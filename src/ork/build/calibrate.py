@@ -38,7 +38,6 @@ from ork.build.convert import (
     Progress,
     blob_of,
     check_recipe,
-    check_target,
     importance_of,
     in_parallel,
     make_blob,
@@ -47,10 +46,12 @@ from ork.build.convert import (
 from ork.build.layerwise import HEAD, I32, Layers, SourceLayers
 from ork.build.workload import SEQUENCE, TOGETHER, Input, Plain, Work, within
 from ork.errors import SourceError, UsageError
+from ork.files import check_output
 from ork.measure.perplexity import cut
 from ork.models.layers import State
 from ork.ops import Array, Routes, Weight
 from ork.pack.file import SliceFile, aligned
+from ork.pack.format import PACK
 from ork.pack.plan import PackPlan, TensorPlan
 from ork.pack.writer import PackWriter
 from ork.quant import gptq, rotation
@@ -98,7 +99,7 @@ def convert_calibrated(
     and `max_ram` are. Returns what was rounded plainly because `text` has too few rows for it. `progress` counts bytes
     of the pack that GPTQ rounds. Raises SourceError, PackError, StorageError, UsageError.
     """
-    check_target(Path(target))
+    check_output(target, PACK)
     check_recipe(source, recipe, allow_requantize=allow_requantize)
     tokenizer = build_tokenizer(source.metadata)
     sequences = tokens_of(Tokenizer.load(tokenizer), text, tokens)

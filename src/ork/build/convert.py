@@ -23,9 +23,9 @@ import xxhash
 
 from ork import models, tiles
 from ork.build.check import check_model
-from ork.errors import SourceError, StorageError, UsageError
-from ork.files import check_folder
-from ork.pack.format import MAGIC
+from ork.errors import SourceError, UsageError
+from ork.files import check_output
+from ork.pack.format import PACK
 from ork.pack.plan import PackPlan, RawPlan, TensorPlan
 from ork.pack.writer import PackWriter
 from ork.quant import rotation
@@ -289,7 +289,7 @@ def convert(
     `announce` is called when the source has been found good, before the first byte is written.
     Holds at most `max_ram` bytes beyond the mapped source. Raises SourceError, PackError, StorageError, UsageError.
     """
-    check_target(Path(target))
+    check_output(target, PACK)
     check_recipe(source, recipe, allow_requantize=allow_requantize)
     plan = plan_pack(source, recipe, aids=aids)
     check_model(plan, source)
@@ -320,23 +320,6 @@ def workers_within(plan: PackPlan, max_ram: int, workers: int | None = None) -> 
             f"--max-ram {max_ram >> 20} MiB is too little: this model needs {(fixed + each >> 20) + 1} MiB"
         )
     return max(1, min(workers or os.cpu_count() or 1, (max_ram - fixed) // max(each, 1)))
-
-
-def check_target(target: Path) -> None:
-    """Nothing but a pack is ever overwritten, the source least of all. Raises UsageError, StorageError."""
-    try:
-        if target.is_dir():
-            raise UsageError(f"{target}: this is a folder; name the pack to write")
-        if not target.exists():
-            check_folder(target)
-            return
-        if target.is_file():
-            with target.open("rb") as f:
-                if f.read(len(MAGIC)) == MAGIC:
-                    return
-    except OSError as error:
-        raise StorageError(f"{target}: {error.strerror}") from None
-    raise UsageError(f"{target}: this file exists and is not a pack; choose another name or remove it")
 
 
 def in_parallel(count: int, entries: list[int], work: Callable[[int], None]) -> Iterator[int]:

@@ -15,15 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ork.build.convert import Progress, check_target, convert, plan_pack
+from ork.build.convert import Progress, convert, plan_pack
 from ork.devices.base import Device
 from ork.devices.choose import open_device
 from ork.engine.session import Engine
 from ork.errors import StorageError
+from ork.files import check_output
 from ork.measure.compare import Comparison
 from ork.measure.perplexity import Chunks, Running, compare, cut
 from ork.models import build as build_model
 from ork.ops import Ops
+from ork.pack.format import PACK
 from ork.pack.notes import write_note
 from ork.pack.reader import Pack
 from ork.quant.recipe import builtin
@@ -50,7 +52,7 @@ def check(
     """
     found = cut(Tokenizer.load(build_tokenizer(source.metadata)), text, context, chunks)
     reference = reference_of(target)
-    check_target(reference)  # nothing but what is made here may be removed at the end
+    check_output(reference, PACK)  # nothing but what is made here may be removed at the end
     plan = plan_pack(source, builtin("f32"), tokenizer=b"")
     need = plan.file_bytes
     if not made:

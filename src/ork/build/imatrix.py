@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
-from ork.errors import OrkError, UsageError
-from ork.files import check_folder
+from ork.errors import SourceError, UsageError
+from ork.files import Kind
 from ork.quant.imatrix import COUNTS, SUMS, Imatrix
 from ork.sources.base import MappedFile
 from ork.sources.gguf import MAGIC, GgufSource
@@ -28,12 +29,13 @@ def read_imatrix(path: Path) -> Imatrix:
         return Imatrix.from_tensors(tensors, source.metadata, str(path))
 
 
-def check_output(path: Path) -> None:
-    """Nothing but an imatrix is ever overwritten, the model least of all: raises UsageError for what else is there,
-    StorageError for a folder that is not."""
-    check_folder(path)
-    if path.exists():
-        try:
-            read_imatrix(path)
-        except OrkError:
-            raise UsageError(f"{path}: is there and is no imatrix; choose another name or remove it") from None
+def _holds(path: Path) -> bool:
+    """Read as a whole, for a model may be a GGUF file too, and old imatrix files begin with nothing of their own."""
+    try:
+        read_imatrix(path)
+    except (SourceError, UsageError):
+        return False
+    return True
+
+
+IMATRIX: Final = Kind("imatrix", _holds)

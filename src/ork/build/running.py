@@ -22,9 +22,11 @@ import numpy.typing as npt
 
 from ork.build.cache import is_pack, place_of
 from ork.build.check import PlannedSource, check_model
-from ork.build.convert import Progress, check_recipe, check_target, make_blob, plan_pack, workers_within
+from ork.build.convert import Progress, check_recipe, make_blob, plan_pack, workers_within
 from ork.errors import OrkError, PackBusy, SourceError, StorageError, UsageError
+from ork.files import check_output
 from ork.pack.file import SliceFile
+from ork.pack.format import PACK
 from ork.pack.index import map_pack
 from ork.pack.plan import PackPlan
 from ork.pack.reader import Pack
@@ -95,7 +97,7 @@ class RunningPack(PlannedSource):
         workers: int | None = None,
         hook: Hook | None = None,
     ):
-        check_target(target)
+        check_output(target, PACK)
         self.path = str(target)
         self.recipe = recipe.record()
         self.tokenizer = b""

@@ -66,9 +66,11 @@ def _beside(path: Path) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     from ork.build.cache import is_pack
-    from ork.build.convert import Aids, check_target, convert
+    from ork.build.convert import Aids, convert
     from ork.build.imatrix import read_imatrix
     from ork.build.measurements import beside
+    from ork.files import check_output
+    from ork.pack.format import PACK
     from ork.sources.base import open_source
 
     check_threads(args.threads)
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if path.is_file() and is_pack(path):
         raise UsageError(f"{path}: is a pack, which stays as it was made; convert the model that it was made of")
     target = args.output or _beside(path.absolute())
-    check_target(target)
+    check_output(target, PACK)
     max_ram = parse_size(args.max_ram)
     text = text_to_evaluate(args, path, target)
     aids = Aids(read_imatrix(args.imatrix) if args.imatrix else None)

@@ -79,10 +79,12 @@ def run(args: argparse.Namespace, recorder: Recorder | None = None) -> int:
     from ork.emulator.server import ServedKernel, Server
     from ork.emulator.summary import summary
     from ork.emulator.trace import Trace
+    from ork.files import TRACE, check_output
 
     faults = Faults(args.fault) if args.fault is not None else None
     trace = None
     if args.trace is not None:
+        check_output(args.trace, TRACE)
         args.trace.open("w").close()  # better now than when the program has run for an hour
         trace = Trace()
     sys.setswitchinterval(_SWITCH_S)

@@ -23,8 +23,11 @@ def add(tool: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the program."""
+    from ork.emulator.orktrace import RECORDING
     from ork.emulator.record import Recorder
+    from ork.files import check_output
 
+    check_output(args.output, RECORDING)
     recorder = Recorder(args.output)
     try:
         return emu_exec.run(args, recorder)

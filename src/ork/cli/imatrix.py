@@ -21,16 +21,17 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ork.build.cache import is_pack
-    from ork.build.imatrix import check_output
+    from ork.build.imatrix import IMATRIX
     from ork.build.importance import collect
     from ork.build.layerwise import PackLayers, SourceLayers
+    from ork.files import check_output
     from ork.measure.perplexity import cut
     from ork.pack.reader import Pack
     from ork.sources.base import open_source
     from ork.text.tokenizer import Tokenizer, build_tokenizer
 
     check_threads(args.threads)
-    check_output(args.output)
+    check_output(args.output, IMATRIX)
     path = resolve(args.model)
     text, name = calibration(args.file)
     with contextlib.ExitStack() as stack:

@@ -37,14 +37,15 @@ def add(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ork.measure.base import check_output
+    from ork.files import check_output
+    from ork.measure.base import BASE
     from ork.measure.perplexity import same_text
     from ork.quant.recipe import builtin
 
     if sum(x is not None for x in (args.against, args.base, args.save_base)) > 1:
         raise UsageError("--against, --base and --save-base exclude each other: there is one reference")
     if args.save_base:
-        check_output(args.save_base)
+        check_output(args.save_base, BASE)
     check_threads(args.threads)
     options = window_options(args)
     text = read_text(args.file)

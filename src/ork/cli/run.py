@@ -163,8 +163,10 @@ def _traced(model: LoadedModel, path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    from ork.files import TRACE, check_output
     from ork.measure.trace import Trace
 
+    check_output(path, TRACE)
     trace = Trace()
     trace.save(path)  # a file that cannot be written is told before the work
     trace.attach(model.ops)

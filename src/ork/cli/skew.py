@@ -14,6 +14,7 @@ from ork.cli.common import add_model, check_threads, parse_size, resolve, say, s
 from ork.cli.measuring import add_text, converted, opened, read_text
 from ork.cli.recipes import add_first_run
 from ork.errors import StorageError, UsageError
+from ork.files import Kind, begins_with, check_output
 
 if TYPE_CHECKING:
     from ork.api import LoadedModel
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_USED = 4  # experts that a layer's line names
 NOTE = "routing"  # the note that --save writes
+COLUMNS = ("what", "layer", "at", "name", "value")  # of --csv
 
 
 def add(sub: argparse.ArgumentParser) -> None:
@@ -45,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
     check_threads(args.threads)
     sizes = _sizes(args.cache_mib)
     ram = None if args.ram is None else parse_size(args.ram)
+    for name, (kind, _) in FILES.items():
+        if getattr(args, name):
+            check_output(getattr(args, name), kind)
     if args.plot:
         _matplotlib()  # before the work
     text = read_text(args.file)
@@ -230,8 +235,8 @@ def _told_size(nbytes: int) -> str:
 
 
 def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    for path, write in ((args.json, _json), (args.csv, _csv), (args.plot, _plot)):
-        if path is not None:
+    for name, (_, write) in FILES.items():
+        if path := getattr(args, name):
             try:
                 write(path, found)
             except OSError as error:
@@ -246,7 +251,7 @@ def _csv(path: Path, found: dict[str, Any]) -> None:
     """A row a number: what it is, its layer, its expert (or how many, or bytes), its name, the number."""
     with path.open("w", newline="") as f:
         out = csv.writer(f)
-        out.writerow(["what", "layer", "at", "name", "value"])
+        out.writerow(COLUMNS)
         for entry in found["layers"]:
             layer = entry["layer"]
             out.writerow(["gini", layer, "", "", entry["gini"]])
@@ -295,6 +300,13 @@ def _plot(path: Path, found: dict[str, Any]) -> None:
         raise UsageError(f"--plot {path}: {error}") from None
     finally:
         pyplot.close(figure)
+
+
+FILES: dict[str, tuple[Kind, Callable[[Path, dict[str, Any]], None]]] = {  # by flag
+    "json": (Kind("file of `ork skew --json`", begins_with(b'{\n "model": '), in_place=True), _json),
+    "csv": (Kind("file of `ork skew --csv`", begins_with(",".join(COLUMNS).encode()), in_place=True), _csv),
+    "plot": (Kind("PNG, PDF or SVG", begins_with(b"\x89PNG", b"%PDF", b"<?xml"), in_place=True), _plot),
+}
 
 
 def _save(model: LoadedModel, args: argparse.Namespace, train: Routing) -> None:

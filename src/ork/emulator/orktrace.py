@@ -25,8 +25,10 @@ import xxhash
 
 from ork.emulator.iova import PAGE
 from ork.errors import SourceError, StorageError
+from ork.files import Kind, begins_with
 
 MAGIC: Final = b"ORKTRACE"
+RECORDING: Final = Kind("recording", begins_with(MAGIC), in_place=True)
 VERSION: Final = 1
 PAGES, HEAD, SUBMIT, RESET, END = 1, 2, 3, 4, 5
 CHUNK: Final = 256  # pages of one record

@@ -8,7 +8,6 @@ f16 makes of it. Written beside the target and renamed when whole.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Generator
@@ -23,10 +22,11 @@ import xxhash
 
 from ork import native
 from ork.errors import StorageError, UsageError
-from ork.files import check_folder
+from ork.files import Kind, begins_with
 from ork.measure.perplexity import LOGITS_BYTES, Chunks, Logits, passes
 
 MAGIC: Final = b"ORKBASE1"
+BASE: Final = Kind("file of `ork ppl --save-base`", begins_with(MAGIC))
 STEPS: Final = 65535
 HASH: Final = 16
 HEAD_LIMIT: Final = 1 << 20
@@ -49,18 +49,6 @@ def chunk_bytes(vocab: int, scored: int) -> int:
 def base_bytes(vocab: int, chunks: Chunks) -> int:
     """Size of the file, a few hundred bytes of head aside."""
     return len(chunks) * chunk_bytes(vocab, chunks.scored) + 4 * chunks.tokens.size
-
-
-def check_output(path: Path) -> None:
-    """Nothing but such a file is ever overwritten: raises UsageError for what else is there, StorageError for a folder
-    that is not."""
-    check_folder(path)
-    try:
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            if not path.is_file() or file.read(len(MAGIC)) != MAGIC:
-                raise UsageError(f"{path}: is there and is no file of `ork ppl --save-base`; choose another name")
-    except OSError as e:
-        raise StorageError(f"{path}: {e.strerror}") from None
 
 
 class Recording:

@@ -17,9 +17,11 @@ import numpy.typing as npt
 import xxhash
 
 from ork.errors import PackDamaged
+from ork.files import Kind, begins_with
 from ork.tiles import K_ALIGN, KS_MAX
 
 MAGIC: Final = b"\x89ork\r\n\x1a\n"  # as PNG's: an eighth bit and line ends, so that a text-mode copy shows
+PACK: Final = Kind("pack", begins_with(MAGIC))
 FOOT: Final = b"\x89orkend\n"
 VERSION: Final = 1
 PAGE: Final = 4096  # header, footer, and the alignment of slices and sections
