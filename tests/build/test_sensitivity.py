@@ -216,6 +216,21 @@ def test_the_recipe_is_the_allocation(gguf: Path, found: Measurements, tmp_path:
         assert pack.recipe["figures"]["bytes"] == allocation.nbytes
 
 
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
+def test_tensors_that_read_the_same_rows_agree_on_the_group(tmp_path: Path, arch: str, share: float) -> None:
+    """So that query, key and value share one quantised input, gate and up another; but for what the user gives."""
+    found = measured(tiny.random_gguf(tmp_path / "x.gguf", arch))
+    base = Recipe("nf4", usual("nf4")).but([("1.attn_k", usual("i8", 32)), ("0.ffn_up", usual("f16"))])
+    for some, given in (found, ()), (found.fixed(base, ["1.attn_k", "0.ffn_up"]), ("blk.1.attn_k", "blk.0.ffn_up")):
+        least, most = (sum(f(o.nbytes for o in t.options) for t in some.tensors) for f in (min, max))
+        allocation = some.allocate(least + int(share * (most - least)), "x")
+        group = {t.name.removesuffix(".weight"): o.group for t, o in zip(some.tensors, allocation.chosen)}
+        for i in range(2):
+            for call in ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"):
+                assert len({group[n] for n in (f"blk.{i}.{role}" for role in call) if n not in given}) == 1
+
+
 def test_a_budget_too_small_says_what_it_takes(found: Measurements) -> None:
     with pytest.raises(
         UsageError, match=r"2\.00 bits a weight are too few for this model: the smallest choice of codecs takes"
@@ -275,6 +290,7 @@ def test_experts_are_measured_as_stacks_and_kept_within_the_budget(tmp_path: Pat
     assert gate.shape == (16 * 64, 64)
     assert gate.coarse > 0
     assert [o.codec for o in by_name["blk.0.ffn_gate_inp.weight"].options] == ["f32"]
+    assert by_name["blk.0.ffn_up_exps.weight"].reads == gate.reads == gate.name
     allocation = found.allocate(found.bytes_at(9.5), "mixed")
     target = made(source, tmp_path / "moe.orkpack", allocation.recipe())
     with Pack.open(target) as pack:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ork.quant.allocation import PAGE, BudgetTooSmall, Option, pareto, solve
+from ork.quant.allocation import PAGE, BudgetTooSmall, Option, pareto, solve, together
 
 pages = st.integers(1, 60)
+pages_and_error = st.tuples(pages, st.floats(0, 1))
 option = st.builds(lambda n, e: Option("i4", 0, n * PAGE, e), pages, st.floats(0, 1))
 model = st.lists(st.lists(option, min_size=1, max_size=4), min_size=1, max_size=5)
 
@@ -72,3 +73,26 @@ def test_of_equal_options_the_smaller_stays() -> None:
     small, big = Option("nf4", 64, PAGE, 0.5), Option("i4", 64, 2 * PAGE, 0.5)
     assert pareto([big, small]) == [small]
     assert solve([[big, small]], 10 * PAGE) == [small]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_tensors_that_read_the_same_rows_get_the_best_choice_of_one_group(data: st.DataObject) -> None:
+    groups = data.draw(st.sets(st.sampled_from([0, 32, 64, 128]), min_size=1, max_size=3))
+    codec = st.lists(st.sampled_from(["nf4", "i4", "i8"]), min_size=1, max_size=3, unique=True)
+    tensors = [
+        [Option(c, g, n * PAGE, e) for g in groups for c in data.draw(codec) for n, e in [data.draw(pages_and_error)]]
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    budget = least(tensors) + data.draw(st.integers(0, 100)) * PAGE
+    alike = [c for c in product(*tensors) if len({o.group for o in c}) == 1]
+    affordable = [c for c in alike if sum(o.nbytes for o in c) <= budget]
+    if not affordable:
+        with pytest.raises(BudgetTooSmall) as e:
+            solve([together(tensors)], budget)
+        assert e.value.least == min(sum(o.nbytes for o in c) for c in alike)
+        return
+    (joint,) = solve([together(tensors)], budget)
+    assert joint.options in affordable
+    assert (joint.nbytes, joint.error) == (sum(o.nbytes for o in joint.options), sum(o.error for o in joint.options))
+    assert joint.error == pytest.approx(min(sum(o.error for o in c) for c in affordable), rel=1e-12, abs=1e-15)

@@ -14,19 +14,20 @@ from typing import Any
 from ork.build.outputs import stored_bytes
 from ork.errors import UsageError
 from ork.quant import codecs, q4_k_m
-from ork.quant.allocation import BudgetTooSmall, Option, solve
+from ork.quant.allocation import BudgetTooSmall, Joint, Option, solve, together
 from ork.quant.recipe import Choice, Recipe, exactly, named, usual
 
 
 @dataclass(frozen=True)
 class Measured:
     """One tensor [N, K], or the experts of a stack one below the other: KL of the model's predictions (nats) when it
-    alone is coarse, and what it may be stored as."""
+    alone is coarse, what it may be stored as, and the first tensor that reads the same rows."""
 
     name: str
     shape: tuple[int, int]
     coarse: float
     options: tuple[Option, ...]
+    reads: str = ""
 
     def stored(self, choice: Choice) -> Option:
         """The tensor as `choice` has it; a codec that was not measured, f16 say, is taken to cost nothing."""
@@ -56,18 +57,30 @@ class Measurements:
         return q4_k_m.total_bytes({t.name: t.shape for t in self.tensors})
 
     def allocate(self, budget: int, name: str) -> Allocation:
-        """The options of least summed error within `budget` bytes. Raises UsageError if nothing fits."""
-        return self._solve([t.options for t in self.tensors], budget, name)
+        """The options of least summed error within `budget` bytes, those of tensors that read the same rows all of one
+        group, so that the rows are quantised once; but a tensor that has no choice leaves it to the others. Raises
+        UsageError if nothing fits.
+
+        Measured, with the tie over without: KL divergence 0.99 and 0.96 (SmolLM2, Gemma 3 270M) at Q4_K_M's bytes, 0.97
+        and 0.96 at 4.5 bits a weight; passes 1 to 3 % faster.
+        """
+        calls: dict[str, list[int]] = {}
+        for i, t in enumerate(self.tensors):
+            calls.setdefault(t.reads if len(t.options) > 1 and t.reads else t.name, []).append(i)
+        joints = [together([self.tensors[i].options for i in call]) for call in calls.values()]
+        return self._solve(joints, list(calls.values()), budget, name)
 
     def promote(self, recipe: Recipe, extra: int) -> Allocation:
         """`recipe`, but int8 for those of its 4-bit tensors that need it most, for at most `extra` bytes more."""
-        options = []
+        options, budget = [], extra
         for t in self.tensors:
             choice = recipe.choose(t.name)
+            own = t.stored(choice)
             promoted = [o for o in t.options if (o.codec, o.group) == ("i8", 0)] if choice.four_bit else []
-            options.append([t.stored(choice), *promoted])
-        budget = sum(o[0].nbytes for o in options) + extra
-        return replace(self._solve(options, budget, named(recipe.name, f"+{extra / 1e6:g}MB")), base=recipe)
+            options.append([Joint((o,), o.nbytes, o.error) for o in (own, *promoted)])
+            budget += own.nbytes
+        name = named(recipe.name, f"+{extra / 1e6:g}MB")
+        return replace(self._solve(options, [[i] for i in range(len(options))], budget, name), base=recipe)
 
     def fixed(self, recipe: Recipe, rules: Sequence[str]) -> Measurements:
         """Tensors that one of these expressions of `recipe` is found in are stored as it says."""
@@ -83,9 +96,13 @@ class Measurements:
             ),
         )
 
-    def _solve(self, options: Sequence[Sequence[Option]], budget: int, name: str) -> Allocation:
+    def _solve(
+        self, joints: Sequence[Sequence[Joint]], of: Sequence[Sequence[int]], budget: int, name: str
+    ) -> Allocation:
+        """`of`: the tensors of each joint's options."""
         try:
-            return Allocation(self, name, tuple(solve(options, budget)))
+            chosen = {i: o for call, joint in zip(of, solve(joints, budget)) for i, o in zip(call, joint.options)}
+            return Allocation(self, name, tuple(chosen[i] for i in range(len(self.tensors))))
         except BudgetTooSmall as e:
             raise UsageError(
                 f"{8 * budget / self.weights:.2f} bits a weight are too few for this model: the smallest choice of "

@@ -19,7 +19,7 @@ from ork.files import write_whole
 from ork.quant.recipe import builtin
 from ork.sources.base import Source
 
-MEASURING: Final = 1  # counts the changes of what is measured on the same model and text
+MEASURING: Final = 2  # counts the changes of what is measured on the same model and text
 MAX_BYTES: Final = 256 << 20
 
 
@@ -55,7 +55,7 @@ def load(path: Path, subject: str) -> Measurements | None:
     if not kept.measurements.tensors or not all(_usable(t) for t in kept.measurements.tensors):
         raise UsageError(f"{path}: holds costs that cannot be; name another file")
     if kept.subject != subject:
-        raise UsageError(f"{path}: measured on another model, text or rotation; name another file")
+        raise UsageError(f"{path}: measured on another model, text or rotation, or by an older ork; name another file")
     return kept.measurements
 
 

@@ -127,7 +127,10 @@ def measure(
     parts += [(EMBEDDING, kls[0], probe.look_up_errors(np.unique(tokens)))]
     advance(1)
     stacks = stacks_of(layers.shapes)
-    tensors = tuple(_measured(n, len(s), layers.shapes[s[0]], parts) for n, s in stacks.items())
+    tensors = tuple(
+        replace(_measured(n, len(s), layers.shapes[s[0]], parts), reads=probe.reads.get(n, n))
+        for n, s in stacks.items()
+    )
     for t in tensors:
         if not all(np.isfinite(o.error) for o in t.options):
             raise SourceError(f"{source.path}: tensor {t.name}: its errors on this text are not finite; {DAMAGED}")
@@ -148,6 +151,7 @@ class Probe:
     def __init__(self, layers: SourceLayers, mode: str):
         self.layers, self.mode = layers, mode
         self.inputs: dict[str, F32] = {}  # a sample of rows by tensor
+        self.reads: dict[str, str] = {}  # by tensor or stack, the first that reads the same rows
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -163,6 +167,8 @@ class Probe:
         rows = x.numpy()
         sample = rows[np.unique(np.linspace(0, len(rows) - 1, min(INPUTS, len(rows))).astype(int))]
         self.inputs |= {w.tensor.name: sample for w in weights}
+        stacks = list(stacks_of(w.tensor.name for w in weights))
+        self.reads |= dict.fromkeys(stacks, stacks[0])
 
     def coarse(self, rows: F32) -> F32:
         K = rows.shape[1]

@@ -1,16 +1,19 @@
 """Which codec each tensor gets within a budget of bytes: the choice of least summed error, found exactly.
 
 Every tensor has a list of options, each with its bytes and the error it would add to the model's output. Errors of
-different tensors add up (they are independent, and small), so this is a multiple-choice knapsack. Bytes are counted in
-steps of whole pages, at most 65536 of them, and every number of steps is solved at once by dynamic programming. The
-size of a step follows from the options alone, so a larger budget never has a larger error.
+different tensors add up (they are independent, and small), so this is a multiple-choice knapsack. Tensors that read the
+same rows are one item of it, with one group for all (`together`), so that these rows are quantised once. Bytes are
+counted in steps of whole pages, at most 65536 of them, and every number of steps is solved at once by dynamic
+programming. The size of a step follows from the options alone, so a larger budget never has a larger error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import reduce
+from itertools import product
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +32,28 @@ class Option:
     error: float
 
 
+@dataclass(frozen=True)
+class Joint:
+    """An option for each of some tensors."""
+
+    options: tuple[Option, ...]
+    nbytes: int
+    error: float
+
+
+class Priced(Protocol):
+    """What can be chosen."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def error(self) -> float: ...
+
+
+P = TypeVar("P", bound=Priced)
+
+
 class BudgetTooSmall(ValueError):
     """Not even the smallest options fit; `least` is what they take."""
 
@@ -37,7 +62,20 @@ class BudgetTooSmall(ValueError):
         self.least = least
 
 
-def solve(tensors: Sequence[Sequence[Option]], budget: int) -> list[Option]:
+def together(tensors: Sequence[Sequence[Option]]) -> list[Joint]:
+    """What some tensors may be stored as at once: every group that all of them have, each time the choices of codecs
+    that no other one beats."""
+
+    def add(front: Sequence[Joint], options: Sequence[Option]) -> list[Joint]:
+        pairs = product(front, options)
+        return pareto([Joint((*j.options, o), j.nbytes + o.nbytes, j.error + o.error) for j, o in pairs])
+
+    common = set.intersection(*({o.group for o in options} for options in tensors))
+    by_group = [[[o for o in options if o.group == group] for options in tensors] for group in sorted(common)]
+    return [joint for alike in by_group for joint in reduce(add, alike, [Joint((), 0, 0.0)])]
+
+
+def solve(tensors: Sequence[Sequence[P]], budget: int) -> list[P]:
     """One option for each tensor, of least summed error within `budget` bytes; of equal ones the smaller.
 
     Raises BudgetTooSmall; ValueError for a tensor without options or an error that is negative or no number.
@@ -50,10 +88,10 @@ def solve(tensors: Sequence[Sequence[Option]], budget: int) -> list[Option]:
     step = -(-(most - least) // STEPS_MAX // PAGE) * PAGE or PAGE
     room = min((budget - least) // step, sum(_steps(front, -1, step) for front in fronts))
     best: npt.NDArray[np.float64] = np.zeros(room + 1)  # least error by steps beyond the smallest options
-    chosen: list[npt.NDArray[np.uint8]] = []
+    chosen: list[npt.NDArray[np.uint16]] = []
     for front in fronts:
         total = best + front[0].error
-        choice = np.zeros(room + 1, np.uint8)
+        choice = np.zeros(room + 1, np.uint16)
         for i in range(1, len(front)):
             extra = _steps(front, i, step)
             if extra > room:
@@ -65,7 +103,7 @@ def solve(tensors: Sequence[Sequence[Option]], budget: int) -> list[Option]:
         best = total
         chosen.append(choice)
     at = room
-    picked: list[Option] = []
+    picked: list[P] = []
     for front, choice in zip(reversed(fronts), reversed(chosen)):
         i = int(choice[at])
         picked.append(front[i])
@@ -73,16 +111,16 @@ def solve(tensors: Sequence[Sequence[Option]], budget: int) -> list[Option]:
     return picked[::-1]
 
 
-def pareto(options: Sequence[Option]) -> list[Option]:
+def pareto(options: Sequence[P]) -> list[P]:
     """The options that no other one beats in both bytes and error, by bytes; errors fall strictly."""
     if not options or not all(o.error >= 0 for o in options):
         raise ValueError("a tensor needs options, each with an error of at least 0")
-    front: list[Option] = []
+    front: list[P] = []
     for option in sorted(options, key=lambda o: (o.nbytes, o.error)):
         if not front or option.error < front[-1].error:
             front.append(option)
     return front
 
 
-def _steps(front: Sequence[Option], i: int, step: int) -> int:
+def _steps(front: Sequence[Priced], i: int, step: int) -> int:
     return -(-(front[i].nbytes - front[0].nbytes) // step)
