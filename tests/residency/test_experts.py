@@ -380,6 +380,31 @@ def test_plans() -> None:
     assert plan_experts(layers, 2 * size - 1, mapped) is None
 
 
+def test_room_that_small_experts_leave_goes_to_the_large_ones() -> None:
+    """A layer that is stored in fewer bytes has all its experts there before its share is used up."""
+    layers = [expert_layer(i) for i in range(LAYERS)]
+
+    def mapped(spec: Any) -> int:
+        return ROOM // 2 if spec.tensor.startswith("blk.0.") else 2 * ROOM
+
+    small, large = EXPERT * ROOM // 2, EXPERT * ROOM * 2
+    plan = plan_experts(layers, EXPERTS * small + 9 * large + small, mapped)
+    assert plan is not None
+    assert [p.slots for p in plan.pools] == [EXPERTS, 5, 4]
+
+
+def test_a_use_is_remembered_for_as_many_passes_of_each_layer_that_shares_the_slots() -> None:
+    """Else what 40 layers share would forget within three tokens what was popular."""
+    layers, kept = 40, (0, 9)
+    pool = Pool(3, experts.make_policy("lfu", layers))
+    for _ in range(8):
+        pool.visit([kept])
+    for token in range(30):
+        for layer in range(1, layers):
+            pool.visit([(layer, token)])
+    assert kept in pool
+
+
 def test_what_a_profile_says_stays() -> None:
     layers = [expert_layer(i) for i in range(LAYERS)]
     profile = {0: [9, 0, 0, 1, 0, 0], 1: [1, 1, 1, 1, 1, 5], 2: [2, 2, 2, 2, 1, 1]}

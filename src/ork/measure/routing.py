@@ -139,7 +139,7 @@ def hit_rate(trace: Routing, plan: ExpertPlan) -> float:
     lookups = misses = 0
     for pool in plan.pools:
         stay = {(layer, expert) for layer in pool.layers for expert in plan.stay.get(layer, ())}
-        slots = Pool(pool.slots, make_policy(plan.policy))
+        slots = Pool(pool.slots, make_policy(plan.policy, len(pool.layers)))
         for visit in trace.visits(pool.layers):
             lookups += len(visit)
             misses += len(slots.visit([item for item in visit if item not in stay]).loads)

@@ -28,14 +28,14 @@ Pieces = list[tuple[TensorSpec, int]]  # slices in the order of the file
 class _Slots:
     """A pool with its memory: the pieces of each slot, and the handles of what is in them."""
 
-    def __init__(self, policy: str, slots: Sequence[Sequence[Slot]]):
+    def __init__(self, policy: str, layers: int, slots: Sequence[Sequence[Slot]]):
         self.slots = slots
         self.handles: list[ExpertHandles] = [([], [], []) for _ in slots]
-        self._policy = policy
+        self._policy, self._layers = policy, layers
         self.empty()
 
     def empty(self) -> None:
-        self.pool = Pool(len(self.slots), make_policy(self._policy))
+        self.pool = Pool(len(self.slots), make_policy(self._policy, self._layers))
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class ExpertCache:
         self._stats, self._clock = stats, clock
         self._by_layer: dict[int, _Slots] = {}
         for pool, memory in zip(plan.pools, slots):
-            self._by_layer |= dict.fromkeys(pool.layers, _Slots(plan.policy, memory))
+            self._by_layer |= dict.fromkeys(pool.layers, _Slots(plan.policy, len(pool.layers), memory))
         self._stay: dict[Item, ExpertHandles] = {}
         self._changed = threading.Condition()
         self._running: _Pass | None = None

@@ -11,7 +11,7 @@ fewer slots than the pass needs, half of them are filled while the other half is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Protocol
@@ -23,7 +23,7 @@ from ork.residency.stream import ExpertLayer
 
 Item = tuple[int, ...]  # layer and number of an expert; role and index too where slots hold slices
 POLICIES = ("lru", "lfu", "pinned")
-HALF_LIFE = 128  # visits of a layer after which a use counts half, in lfu
+HALF_LIFE = 128  # visits of each layer after which a use counts half, in lfu
 LEAST = 2  # slots of a pool: one is computed, one is filled
 SHARED = 16  # slots that all layers share beside the experts that stay
 
@@ -42,8 +42,8 @@ class Policy(Protocol):
     def drop(self, item: Item) -> None:
         """It is in no slot any more."""
 
-    def victim(self, allowed: Callable[[Item], bool]) -> Item:
-        """The one that goes of those that may: there is one."""
+    def victim(self, kept: Set[Item]) -> Item:
+        """The one that goes of those that are not to be kept: there is one."""
 
 
 class Lru:
@@ -62,33 +62,39 @@ class Lru:
     def drop(self, item: Item) -> None:
         self._held.pop(item, None)
 
-    def victim(self, allowed: Callable[[Item], bool]) -> Item:
-        return next(filter(allowed, self._held))
+    def victim(self, kept: Set[Item]) -> Item:
+        return next(item for item in self._held if item not in kept)
 
 
-class Lfu(Lru):
-    """The one with the fewest uses goes, where a use counts half after HALF_LIFE visits; of equals the older one.
+class Lfu:
+    """The one with the fewest uses goes, where a use counts half after `half_life` visits; of equals the older one.
 
     Uses are remembered of all experts, also of those that are not there.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, half_life: int = HALF_LIFE) -> None:
+        self._growth = 2 ** (1 / half_life)
         self._weight = 1.0  # of a use now: growing instead of letting all counts shrink
-        self._counts: dict[Item, float] = {}
+        self._uses = 0
+        self._ranks: dict[Item, tuple[float, int]] = {}  # the count of an expert, and when it was used last
+        self._held: set[Item] = set()
 
     def visit(self) -> None:
-        self._weight *= 2 ** (1 / HALF_LIFE)
+        self._weight *= self._growth
         if self._weight > 1e100:
-            self._counts = {item: count / self._weight for item, count in self._counts.items()}
+            self._ranks = {item: (count / self._weight, at) for item, (count, at) in self._ranks.items()}
             self._weight = 1.0
 
     def use(self, item: Item) -> None:
-        super().use(item)
-        self._counts[item] = self._counts.get(item, 0.0) + self._weight
+        self._uses += 1
+        self._ranks[item] = self._ranks.get(item, (0.0, 0))[0] + self._weight, self._uses
+        self._held.add(item)
 
-    def victim(self, allowed: Callable[[Item], bool]) -> Item:
-        return min(filter(allowed, self._held), key=self._counts.__getitem__)
+    def drop(self, item: Item) -> None:
+        self._held.discard(item)
+
+    def victim(self, kept: Set[Item]) -> Item:
+        return min(self._held - kept, key=self._ranks.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +144,11 @@ class Pool:
             else:
                 if busy == len(held):  # those that may not be computed yet stay
                     waiting = set(missing[max(0, i // most - (self.slots > 1)) * most :])
-                    gone = self.policy.victim(lambda other, waiting=waiting: other not in waiting)  # type: ignore[misc]
+                    gone = self.policy.victim(waiting)
                     after = gone
                     busy -= 1
                 else:
-                    gone = self.policy.victim(lambda other: other not in wanted)
+                    gone = self.policy.victim(wanted)
                 self.policy.drop(gone)
                 slot = held.pop(gone)
                 self.evictions += 1
@@ -236,15 +242,16 @@ def _widest(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def plan_experts(
     layers: Sequence[ExpertLayer], room: int, mapped: Mapped, policy: str = "lru", profile: Profile | None = None
 ) -> ExpertPlan | None:
-    """What `room` bytes are for experts: all of them if they fit; else a pool a layer of as many bytes each, with a
-    slot more in the first ones for what that leaves over; or with "pinned" the most used of the profile, and a pool
-    that all layers share. None where two experts have no room.
+    """What `room` bytes are for experts: all of them if they fit; else a pool a layer of as many bytes each, with
+    further slots, from the first layer on, for what that leaves over; or with "pinned" the most used of the profile,
+    and a pool that all layers share. None where two experts have no room.
 
     Raises UsageError for an unknown policy, or for "pinned" without a profile of these layers.
     """
     check_policy(policy)
     sizes = {layer.layer: piece_sizes([layer], mapped) for layer in layers}
-    everything = sum(len(layer) * sum(sizes[layer.layer]) for layer in layers)
+    each = {n: sum(pieces) for n, pieces in sizes.items()}  # bytes of an expert
+    everything = sum(len(layer) * each[layer.layer] for layer in layers)
     if everything <= room:
         stay = {layer.layer: tuple(range(len(layer))) for layer in layers}
         return ExpertPlan(policy, (), stay, everything)
@@ -253,18 +260,18 @@ def plan_experts(
     if room < LEAST * sum(widest):
         return None
     if policy == "pinned":
-        counts = _checked(layers, profile)
         shared = max(LEAST, min(SHARED, room // 4 // sum(widest)))
-        stay, used = _most_used(counts, {n: sum(s) for n, s in sizes.items()}, room - shared * sum(widest))
+        stay, used = _most_used(_checked(layers, profile), each, room - shared * sum(widest))
         return ExpertPlan(policy, (PoolPlan(numbers, shared, widest, True),), stay, used)
-    slots = {layer.layer: min(len(layer), room // len(layers) // sum(sizes[layer.layer])) for layer in layers}
+    counts = {layer.layer: len(layer) for layer in layers}
+    slots = {n: min(counts[n], room // len(layers) // each[n]) for n in numbers}
     if min(slots.values()) >= LEAST:
-        left = room - sum(slots[n] * sum(sizes[n]) for n in numbers)
-        for layer in layers:
-            n = layer.layer
-            if slots[n] < len(layer) and sum(sizes[n]) <= left:
-                slots[n] += 1
-                left -= sum(sizes[n])
+        left = room - sum(slots[n] * each[n] for n in numbers)
+        while wanting := [n for n in numbers if slots[n] < counts[n] and each[n] <= left]:
+            for n in wanting:
+                if each[n] <= left:
+                    slots[n] += 1
+                    left -= each[n]
         return ExpertPlan(policy, tuple(PoolPlan((n,), slots[n], sizes[n]) for n in numbers))
     return shared_plan(layers, room, mapped, policy)
 
@@ -314,9 +321,10 @@ def check_policy(policy: str) -> str:
     return policy
 
 
-def make_policy(policy: str) -> Policy:
-    """Of a pool's slots; what stays by "pinned" is in none, and the others pass by age."""
-    return Lfu() if policy == "lfu" else Lru()
+def make_policy(policy: str, layers: int = 1) -> Policy:
+    """Of the slots of a pool that so many layers visit; what stays by "pinned" is in none, and the others pass by
+    age."""
+    return Lfu(HALF_LIFE * layers) if policy == "lfu" else Lru()
 
 
 def _checked(layers: Sequence[ExpertLayer], profile: Profile | None) -> Profile:
