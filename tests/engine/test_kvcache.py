@@ -90,8 +90,8 @@ def test_positions_are_rounded_up_to_blocks() -> None:
 def test_bytes() -> None:
     """Keys and values of two layers with three heads of 16, f16 or f32."""
     values = 2 * 2 * 3 * 16 * BLOCK
-    assert KvPool(2, 3, 16, 1, half=True).nbytes_per_block == 2 * values
-    assert KvPool(2, 3, 16, 1, half=False).nbytes_per_block == 4 * values
+    assert KvPool(2, 3, 16, 1, half=True).nbytes(BLOCK) == 2 * values
+    assert KvPool(2, 3, 16, 1, half=False).nbytes(BLOCK) == 4 * values
 
 
 def test_a_cache_larger_than_the_address_space() -> None:

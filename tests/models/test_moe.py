@@ -21,9 +21,12 @@ from ork.build.importance import collect
 from ork.build.layerwise import SourceLayers
 from ork.cli.main import main
 from ork.engine.kvcache import Sequence
+from ork.engine.sampling import SamplingParams
+from ork.engine.session import Session, Stats
 from ork.errors import OrkError, SourceError
-from ork.models import ARCHITECTURES, traits
+from ork.models import ARCHITECTURES, Rows, traits
 from ork.models.config import read_config
+from ork.ops import Array
 from ork.pack import Pack
 from ork.quant.recipe import Choice, Recipe, builtin
 from ork.residency.source import PackSource
@@ -86,6 +89,42 @@ def test_what_is_cut_off_leaves_no_trace(tmp_path: Path) -> None:
             model.engine.pool.truncate(seq, length)
             got = model.engine.forward([(seq, TOKENS[length:300])], every=True)
             assert np.array_equal(got, want[length:])
+
+
+def test_a_conversation_that_is_cut_far_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most inputs of its convolutions are gone by then: what is missing is computed again, to the same text."""
+    other = TOKENS[100:105]
+    long = TOKENS + TOKENS[:200]
+    with ork.load(pack_of(tmp_path, "lfm2moe", builtin("int8")), n_ctx=1024, sequences=2) as model:
+        session, stats = model.session(), Stats()
+
+        def answer(session: Session, prompt: list[int]) -> str:
+            return "".join(session.generate(prompt, SamplingParams(), limit=6, stats=stats))
+
+        def anew(prompt: list[int]) -> str:
+            with contextlib.closing(model.session()) as other:
+                return answer(other, prompt)
+
+        answer(session, long)
+        for length, cached in ((860, 860), (600, 600), (500, 256), (400, 400), (255, 0)):
+            prompt = long[:length] + other
+            text, held = answer(session, prompt), stats.cached_tokens
+            assert (text, held) == (anew(prompt), cached)
+
+        answer(session, long[:40])
+        forward, passes = model.model.forward, iter([512])
+
+        def interrupted(rows: Rows) -> Array:
+            if next(passes, None) is None:
+                raise KeyboardInterrupt
+            return forward(rows)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model, "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                answer(session, long)
+        assert session.tokens == []
+        assert answer(session, long[:40] + other) == anew(long[:40] + other)
 
 
 # --- packs

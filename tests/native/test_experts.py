@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from ork.native import Array, QuantisedRows
 from tests.native.oracles import Weight
 
 ISAS = native.isa_names()
+LONG = 1100  # positions of a text
 CODECS = [("f32", 0, 0), ("f16", 0, 0), ("i8", 0, 0), ("i8", 0, 32), ("i4", 0, 0), ("nf4", 32, 32)]
 
 
@@ -199,17 +202,20 @@ def test_short_convolutions_over_batches_chunks_and_cuts(data: Any) -> None:
     width, taps_count = data.draw(st.sampled_from([5, 16, 33])), data.draw(st.integers(1, 5))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     taps = rng.standard_normal((taps_count, width)).astype(np.float32)
-    texts = [rng.standard_normal((600, 3 * width)).astype(np.float32) for _ in range(2)]
-    pool = KvPool(1, 1, 16, 4 * 3 * BLOCK, half=False, conv=(2, width))
+    texts = [rng.standard_normal((LONG, 3 * width)).astype(np.float32) for _ in range(2)]
+    pool = KvPool(1, 1, 16, 2 * LONG, half=False, conv=(2, width, taps_count))
     assert pool.conv is not None
     seqs = [Sequence(), Sequence()]
     held = Array.of(taps)
     for _ in range(data.draw(st.integers(1, 6))):
         for seq in seqs:
             if data.draw(st.booleans()):
-                pool.truncate(seq, data.draw(st.integers(0, seq.length)))
-        counts = [data.draw(st.sampled_from([0, 1, 2, 60, 255, 256])) for _ in seqs]
-        parts = [(i, min(n, 600 - s.length)) for i, (s, n) in enumerate(zip(seqs, counts)) if min(n, 600 - s.length)]
+                asked, before = data.draw(st.integers(0, seq.length)), seq.length
+                pool.truncate(seq, asked)
+                assert asked - BLOCK < seq.length <= asked
+                assert seq.length == asked or asked < before - BLOCK
+        counts = [data.draw(st.sampled_from([0, 1, 2, 60, 255, 256, 700])) for _ in seqs]
+        parts = [(i, min(n, LONG - s.length)) for i, (s, n) in enumerate(zip(seqs, counts)) if min(n, LONG - s.length)]
         if not parts:
             continue
         starts = {i: seqs[i].length for i, _ in parts}
@@ -220,17 +226,39 @@ def test_short_convolutions_over_batches_chunks_and_cuts(data: Any) -> None:
         assert np.allclose(got, np.concatenate(want), atol=1e-4)
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_a_long_context_keeps_what_its_next_position_needs() -> None:
+    """Of 4096 positions of two layers of width 2048 all inputs would take 32 MiB, as many as keys and values of 16."""
+    layers, width, positions = 2, 2048, 4096
+    pool = KvPool(1, 1, 16, 2 * positions, half=True, conv=(layers, width, 3))
+    assert pool.conv is not None
+    bcx, taps = Array.of(np.ones((512, 3 * width), np.float32)), Array.of(np.ones((3, width), np.float32))
+    seq, before = Sequence(), 0
+    for start in range(0, 2 * positions, 512):
+        batch = pool.rows([(seq, [0] * 512)], every=True).batch
+        for layer in range(layers):
+            native.short_conv(pool.conv, layer, batch, bcx, taps)
+        before = resident() if start == 512 else before
+    assert resident() - before < 4 << 20
+    assert pool.nbytes(2 * positions) - pool.cache.block_bytes() * 32 < 10 << 20
+    pool.truncate(seq, 0)
+    assert resident() < before - (3 << 20)
+
+
 def test_kept_inputs_are_halves_where_keys_are() -> None:
     rng = np.random.default_rng(5)
     bcx = rng.standard_normal((40, 3 * 16)).astype(np.float32)
     taps = rng.standard_normal((3, 16)).astype(np.float32)
     results = []
     for half in (False, True):
-        pool = KvPool(1, 1, 16, 256, half=half, conv=(1, 16))
+        pool = KvPool(1, 1, 16, 256, half=half, conv=(1, 16, 3))
         assert pool.conv is not None
         rows = pool.rows([(Sequence(), [0] * 40)], every=True)
         results.append(native.short_conv(pool.conv, 0, rows.batch, Array.of(bcx), Array.of(taps)).numpy())
-        assert pool.nbytes_per_block == (2 if half else 4) * BLOCK * (16 + 16 + 16)
+        assert pool.nbytes(BLOCK) == (2 if half else 4) * BLOCK * (16 + 16 + 16)
     assert np.allclose(results[0], results[1], atol=1e-2)
     assert not np.array_equal(*results)
 
@@ -267,7 +295,7 @@ def test_arguments_that_do_not_fit() -> None:
     refused(native.gate_experts, 0, out, Array(6, 65), one, None, None, 0, None, 127)
     refused(native.gate_experts, 0, out, Array(6, 64), one, native.empty_rows(6, 32, 0), None, 0, None, 127)
     refused(native.gate_experts, 0, out, Array(6, 64), one, native.empty_rows(6, 64, 0), None, 0, None, 128)
-    pool = KvPool(1, 1, 16, 256, half=False, conv=(1, 16))
+    pool = KvPool(1, 1, 16, 256, half=False, conv=(1, 16, 3))
     batch = pool.rows([(Sequence(), [0] * 3)], every=True).batch
     for layer, bcx, taps in (
         (1, Array(3, 48), Array(3, 16)),

@@ -284,7 +284,7 @@ def _stream(pieces: Iterator[str], stats: Stats, *, quiet: bool) -> str:
 
 def _report(model: LoadedModel, args: argparse.Namespace, stats: Stats, answer: str) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    kv = model.engine.pool.nbytes_per_block * max(1, -(-len_context(stats) // 256))
+    kv = model.engine.pool.nbytes(max(1, len_context(stats)))
     facts = {
         "prompt_tokens": stats.prompt_tokens,
         "cached_tokens": stats.cached_tokens,

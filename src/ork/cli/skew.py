@@ -162,7 +162,7 @@ def _budget(model: LoadedModel, ram: int, dense: int, rates: Callable[[int], lis
     """What a board with `ram` bytes has for experts, and what comes of it."""
     from ork.measure.routing import expert_bytes, room_for_experts
 
-    kv = model.engine.pool.nbytes_per_block * -(-model.context // 256)
+    kv = model.engine.pool.nbytes(model.context)
     room = room_for_experts(ram, dense, kv)
     room -= (dense + room) % (1 << 20) if dense + room >= 64 << 20 else 0  # a window that can be told in MiB
     everything = expert_bytes(model.stream.expert_layers, model.device.mapped_bytes)

@@ -12,15 +12,18 @@ from ork.models import Config, Rows
 from ork.ops import Ops
 
 BLOCK = native.KV_BLOCK
+WARM = 4  # blocks, at most, that hold all inputs of convolutions: a chunk of prefill in two or three, and one before
 
 
 class Sequence:
-    """A sequence's place in the pool: its blocks, and how many positions they hold."""
+    """A sequence's place in the pool: its blocks, and how many positions they hold. Of the first `cold` blocks there
+    are only those inputs of convolutions that the next block looks back at."""
 
-    __slots__ = ("blocks", "length")
+    __slots__ = ("blocks", "cold", "length")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
+        self.cold = 0
         self.length = 0
 
 
@@ -35,33 +38,41 @@ class KvPool:
         positions: int,
         *,
         half: bool,
-        conv: tuple[int, int] | None = None,
+        conv: tuple[int, int, int] | None = None,
     ):
-        """`conv`: layers and width of short convolutions, whose inputs are kept by block too. Raises UsageError."""
+        """`conv`: layers, width and taps of short convolutions, whose inputs are kept by block too: all of them of a
+        sequence's last block or two, so that it can be cut there anywhere, and what its next block looks back at of the
+        others. Raises UsageError."""
         count = -(-positions // BLOCK)
         try:
             self.cache = native.KvCache(layers, kv_heads, head_dim, count, half)
-            self.conv = native.ConvCache(*conv, count, half) if conv else None
+            self.conv = native.ConvCache(*conv[:2], count, half) if conv else None
         except MemoryError:
             raise UsageError(
                 f"a KV cache of {positions} positions does not fit the address space: give a smaller -c"
             ) from None
+        self._back = conv[2] - 1 if conv else 0  # positions that one looks back over
         self._free = list(range(count - 1, -1, -1))
         self.positions = count * BLOCK
 
     @classmethod
     def of(cls, c: Config, positions: int, *, half: bool) -> KvPool:
         """For a model of this shape."""
-        conv = (c.conv_layers, c.width) if c.conv_layers else None
+        conv = (c.conv_layers, c.width, c.taps) if c.conv_layers else None
         return cls(c.attention_layers, c.kv_heads, c.head_dim, positions, half=half, conv=conv)
 
     def serve(self, ops: Ops) -> None:
         """Makes this the cache of a model's passes."""
         ops.cache, ops.conv = self.cache, self.conv
 
-    @property
-    def nbytes_per_block(self) -> int:
-        return self.cache.block_bytes() + (self.conv.block_bytes() if self.conv else 0)
+    def nbytes(self, positions: int) -> int:
+        """What a sequence of so many positions takes, at most."""
+        blocks = -(-positions // BLOCK)
+        nbytes = blocks * self.cache.block_bytes()
+        if self.conv:
+            warm = min(blocks, WARM)
+            nbytes += warm * self.conv.block_bytes() + (blocks - warm) * self.conv.cold_bytes(self._back)
+        return nbytes
 
     @property
     def used_blocks(self) -> int:
@@ -79,13 +90,27 @@ class KvPool:
             raise UsageError(f"the KV cache is full at {self.positions} positions: give a larger -c")
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Forgets positions from `length` on and takes back whole blocks behind it."""
+        """Forgets positions from `length` on and takes back whole blocks behind it. In a block whose inputs of
+        convolutions are gone it cuts at the block's beginning: `seq.length` says."""
         if not 0 <= length <= seq.length:
             raise ValueError(f"cannot cut a sequence of {seq.length} to {length}")
+        if length // BLOCK < seq.cold:
+            seq.cold = length // BLOCK
+            length = seq.cold * BLOCK
         seq.length = length
         keep = -(-length // BLOCK)
+        if self.conv:
+            for block in seq.blocks[keep:]:
+                self.conv.cool(block, 0)
         self._free.extend(reversed(seq.blocks[keep:]))
         del seq.blocks[keep:]
+
+    def _cool(self, seq: Sequence) -> None:
+        """Before a pass: drafts that were wrong, or a pass that was given up, cut no farther back than this block's
+        beginning, or than the one before."""
+        while self.conv and seq.cold < seq.length // BLOCK - 1:
+            self.conv.cool(seq.blocks[seq.cold], self._back)
+            seq.cold += 1
 
     def rows(self, parts: Seq[tuple[Sequence, Seq[int]]], *, every: bool) -> Rows:
         """The flat batch that appends tokens to sequences, and wants `every` row or the last of each part."""
@@ -95,6 +120,8 @@ class KvPool:
         for seq, part in parts:
             lengths[id(seq)] = seq, lengths.get(id(seq), (seq, seq.length))[1] + len(part)
         self._check(sum(-(-length // BLOCK) - len(seq.blocks) for seq, length in lengths.values()))  # all or nothing
+        for seq, _ in parts:
+            self._cool(seq)
         for i, (seq, part) in enumerate(parts):
             n, start = len(part), seq.length
             self.grow(seq, start + n)

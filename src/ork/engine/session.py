@@ -204,8 +204,10 @@ class Session:
             self.drafter.close()
 
     def forget(self) -> None:
-        """Cuts what the cache holds beyond `tokens`: proposals that were wrong or not wanted, a pass cut short."""
+        """Cuts what the cache holds beyond `tokens`: proposals that were wrong or not wanted, a pass cut short; where
+        it cannot be cut there, `tokens` too."""
         self.engine.pool.truncate(self.seq, len(self.tokens))
+        del self.tokens[self.seq.length :]
 
     def reuse(self, prompt: Seq[int]) -> list[int]:
         """Keeps the longest common prefix in the cache and returns what must be computed: at least one token."""

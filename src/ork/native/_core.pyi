@@ -344,6 +344,11 @@ class ConvCache:
 
     def __init__(self, layers: int, width: int, blocks: int, half: bool) -> None: ...
     def block_bytes(self) -> int: ...
+    def cold_bytes(self, rows: int) -> int:
+        """Bytes at most of a block of which `cool` kept its last `rows`."""
+
+    def cool(self, block: int, rows: int) -> None:
+        """Gives back the memory of a block but for its last `rows` positions: the others are zero or as they were."""
 
 def short_conv(cache: ConvCache, layer: int, batch: Batch, bcx: Array, taps: Array) -> Array:
     """Rows [b | c | x] -> c * (causal convolution of b * x with taps [T, width], the last for the row itself)."""

@@ -624,7 +624,15 @@ void bind_experts(nb::module_& m) {
             if (layers > 1 << 16 || width > 1 << 20 || blocks > MAX_DIM / KV_BLOCK || (double)layers * width * blocks > 1e14) throw std::bad_alloc();
             return std::make_unique<ConvCache>(layers, width, blocks, half);
         }), nb::arg("layers"), nb::arg("width"), nb::arg("blocks"), nb::arg("half"))
-        .def("block_bytes", &ConvCache::block_bytes);
+        .def("block_bytes", &ConvCache::block_bytes)
+        .def("cold_bytes", [](ConvCache& c, int64_t rows) {
+            require(rows >= 0 && rows <= KV_BLOCK, "rows of a block");
+            return c.cold_bytes(rows);
+        })
+        .def("cool", [](ConvCache& c, int64_t block, int64_t rows) {
+            require(block >= 0 && block < c.blocks && rows >= 0 && rows <= KV_BLOCK, "rows of a block");
+            c.cool(block, rows);
+        });
     m.def("short_conv", [](ConvCache& cache, int64_t layer, const Batch& b, const Array& bcx, const Array& taps) {
         require(layer >= 0 && layer < cache.layers, "layer");
         require(bcx.rows == (int64_t)b.positions.size() && bcx.cols == 3 * cache.width, "rows do not fit the cache");

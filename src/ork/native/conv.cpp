@@ -1,6 +1,8 @@
 #include "conv.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
+#include <algorithm>
 #include <new>
 #include "pool.h"
 
@@ -21,6 +23,24 @@ ConvCache::ConvCache(int64_t l, int64_t w, int64_t b, bool f16) : layers(l), wid
 }
 
 ConvCache::~ConvCache() { munmap(memory_, bytes_); }
+
+// Of a row in one layer.
+static int64_t row_bytes(const ConvCache& c) { return padded(c.width) * (c.half ? 2 : 4); }
+
+int64_t ConvCache::cold_bytes(int64_t rows) const {
+    const int64_t page = sysconf(_SC_PAGESIZE), row = row_bytes(*this);
+    return layers * std::min(KV_BLOCK * row, (rows * row + 2 * page - 1) / page * page);   // a page may begin before them
+}
+
+void ConvCache::cool(int64_t block, int64_t rows) {
+    const uintptr_t page = sysconf(_SC_PAGESIZE);
+    const int64_t row = row_bytes(*this);
+    for (int64_t i = 0; i < layers; i++) {
+        const uintptr_t begin = (uintptr_t)memory_ + (i * blocks + block) * KV_BLOCK * row, end = begin + (KV_BLOCK - rows) * row;
+        const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;   // whole pages of these rows alone
+        if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
+    }
+}
 
 ConvLayer ConvCache::layer(int64_t i) const { return {memory_ + i * (block_bytes() / layers) * blocks, half, width, padded(width)}; }
 

@@ -7,8 +7,9 @@ namespace ork {
 
 constexpr int64_t TAPS_MAX = 16;
 
-// The inputs of every position of every such layer, by KV slot: what truncates, batches or cuts keys does it to them too.
-// Pages come into being when first written.
+// The inputs of positions of every such layer, by KV slot: what truncates, batches or cuts keys does it to them too.
+// Pages come into being when first written, and go when their block is cooled: a position looks back over a few, and a
+// sequence is seldom cut far back, so that of most blocks their last rows are enough.
 class ConvCache {
   public:
     ConvCache(int64_t layers, int64_t width, int64_t blocks, bool half);
@@ -17,6 +18,8 @@ class ConvCache {
     ConvCache& operator=(const ConvCache&) = delete;
     ConvLayer layer(int64_t i) const;
     int64_t block_bytes() const;   // of one block in all layers
+    int64_t cold_bytes(int64_t rows) const;   // at most, of one that was cooled
+    void cool(int64_t block, int64_t rows);   // gives back the pages of all but its last `rows`
     const int64_t layers, width, blocks;
     const bool half;
 
