@@ -13,6 +13,7 @@ from ork.build.convert import convert
 from ork.build.imatrix import read_imatrix
 from ork.build.importance import calibration_text, collect
 from ork.build.layerwise import PackLayers, SourceLayers
+from ork.errors import UsageError
 from ork.pack.reader import Pack
 from ork.quant.imatrix import Imatrix
 from ork.quant.recipe import builtin
@@ -23,9 +24,9 @@ TOKENS = np.random.default_rng(3).integers(3, tiny.VOCAB, (3, 40)).astype(np.int
 EPS = 1e-5
 
 
-def of_source(path: Path, tokens: np.ndarray = TOKENS) -> Imatrix:
+def of_source(path: Path, tokens: np.ndarray = TOKENS, **options: int) -> Imatrix:
     with contextlib.closing(open_source(path)) as source:
-        return collect(SourceLayers(source), tokens, dataset="tiny")
+        return collect(SourceLayers(source), tokens, dataset="tiny", **options)
 
 
 def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -87,6 +88,18 @@ def test_a_text_in_turns_is_the_same_text(tmp_path: Path, monkeypatch: pytest.Mo
     want = of_source(path)
     monkeypatch.setattr(importance, "STATE_BYTES", 2 * 40 * 64 * 4)
     assert of_source(path).digest == want.digest
+
+
+def test_memory_changes_nothing_but_the_turns(tmp_path: Path) -> None:
+    """Of dense models and mixtures: what is too little is refused with what would do, and that does."""
+    for source in (tiny.random_gguf(tmp_path / "x.gguf"), tiny.moe_gguf(tmp_path / "moe.gguf", experts=16, inner=64)):
+        want = of_source(source)
+        with pytest.raises(UsageError, match=r"--max-ram 90 MiB is too little: chunks of 40 tokens of this") as told:
+            of_source(source, max_ram=90 << 20)
+        need = int(str(told.value).split()[-2])
+        assert of_source(source, max_ram=need << 20).digest == want.digest
+    with pytest.raises(UsageError, match="chunks of 100000 tokens"):
+        of_source(source, np.zeros((1, 100_000), np.int32), max_ram=256 << 20)
 
 
 def test_progress_and_head_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,7 @@ def test_imatrix_says_what_is_wrong(refused: Refused, model: Path, text: Path, t
     assert "too short" in refused("imatrix", model, "-f", text, "-o", target, "-c", 4096)
     assert "nothing.txt" in refused("imatrix", model, "-f", tmp_path / "nothing.txt", "-o", target)
     assert "chunks" in refused("imatrix", model, "-f", text, "-o", target, "--chunks", 0)
+    assert "--max-ram 50 MiB is too little" in refused("imatrix", model, "-f", text, "-o", target, "--max-ram", "50M")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused("imatrix", model, "-f", tmp_path / "bytes", "-o", target)
     nowhere = tmp_path / "nowhere" / "a.gguf"

@@ -71,6 +71,10 @@ class Layers:
     def drop(self, layer: int) -> None:
         """Nothing to let go."""
 
+    def held_bytes(self, layer: int) -> int:
+        """Memory that `hold` takes: none for what is mapped."""
+        return 0
+
     def rows(self, tokens: I32, wanted: I32) -> Rows:
         """The batch of sequences `tokens` [S, T], each on its own; the flat rows `wanted` get logits. One batch at a
         time: the next one takes its place in the KV cache."""
@@ -128,6 +132,9 @@ class SourceLayers(Layers):
 
     def drop(self, layer: int) -> None:
         self.held.drop(*self.names(layer))
+
+    def held_bytes(self, layer: int) -> int:
+        return sum(4 * N * K for N, K in map(self.shapes.__getitem__, self.names(layer)))
 
 
 class Held:

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from ork.cli.calibration import calibration
-from ork.cli.common import add_model, check_threads, resolve, say, step_bar
+from ork.cli.common import add_model, check_threads, parse_size, resolve, say, step_bar
 
 
 def add(sub: argparse.ArgumentParser) -> None:
@@ -16,6 +16,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the imatrix to write (.gguf)")
     sub.add_argument("-c", "--context", type=int, default=512, metavar="N", help="tokens of a chunk (default: 512)")
     sub.add_argument("--chunks", type=int, metavar="N", help="chunks of the text to read (default: all)")
+    sub.add_argument("--max-ram", default="2G", metavar="SIZE", help="memory to use at most (default: 2G)")
     sub.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: the physical, big cores)")
 
 
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_threads(args.threads)
     check_output(args.output, IMATRIX)
+    max_ram = parse_size(args.max_ram)
     path = resolve(args.model)
     text, name = calibration(args.file)
     with contextlib.ExitStack() as stack:
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             layers = SourceLayers(source, args.threads)
         stack.callback(layers.stream.close)
         update = stack.enter_context(step_bar(f"{len(chunks)} chunks"))
-        imatrix = collect(layers, chunks.tokens, dataset=name, progress=update)
+        imatrix = collect(layers, chunks.tokens, dataset=name, max_ram=max_ram, progress=update)
     imatrix.write(args.output)
     say(f"{args.output}: {len(imatrix.sums)} tensors over {len(chunks)} chunks of {args.context} tokens of {name}")
     return 0
