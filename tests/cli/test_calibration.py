@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,9 @@ def test_measurements_serve_other_budgets(
     file.write_bytes(kept.replace(b'"error":', b'"error":-'))
     assert "holds costs that cannot be" in refused(*convert("--recipe", "mixed"))
     assert "--measurements goes with" in refused("convert", model, "--measurements", file)
+    file.unlink()
+    os.mkfifo(file)  # nobody would ever write into it
+    assert "holds no measurements" in refused(*convert("--recipe", "mixed"))
 
 
 @pytest.fixture

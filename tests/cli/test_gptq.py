@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,20 @@ def test_gptq_on_a_text_and_on_the_one_that_comes_with_ork(ork: Ork, gguf: Path,
     with Pack.open(tmp_path / "own.orkpack") as pack:
         assert pack.recipe["default"]["gptq"] is True
         assert pack.provenance["calibration"]["tokens"] == 1024
+
+
+def test_a_text_from_a_pipe_serves_both_the_measuring_and_gptq(ork: Ork, gguf: Path, tmp_path: Path) -> None:
+    """It can be read once."""
+    how = ("--target-bpw", "8.5", "--gptq", "--calibrate-tokens", "512", "--calibrate")
+    (tmp_path / "text").write_text(TEXT)
+    assert ork("convert", gguf, "-o", tmp_path / "a.orkpack", *how, tmp_path / "text")[0] == 0
+    reading, writing = os.pipe()
+    os.write(writing, TEXT.encode())
+    os.close(writing)
+    code, _, err = ork("convert", gguf, "-o", tmp_path / "b.orkpack", *how, f"/dev/fd/{reading}")
+    os.close(reading)
+    assert code == 0, err
+    assert (tmp_path / "a.orkpack").read_bytes() == (tmp_path / "b.orkpack").read_bytes()
 
 
 def test_tensors_that_the_text_is_too_short_for_are_named(ork: Ork, text: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ork.cli.inspect import quality_rows, recipe_rows
+from ork.measure.perplexity import compare
 from ork.pack.notes import write_note
 from ork.pack.verify import inspect, verify
 from ork.quant.recipe import Recipe, exactly, usual
@@ -248,6 +249,21 @@ def test_a_conversion_is_evaluated(ork: Ork, model: Path, packed: Path, text: Pa
     assert code == 0
     assert "the same weights, tensors and metadata" in out
     assert f"{note['perplexity']:.4f} ±" in out
+
+
+def test_nothing_is_left_of_the_reference_whatever_ends_the_measurement(
+    ork: Ork, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that ends the process at once included: it has no name any more when the measuring begins."""
+    there: list[list[str]] = []
+
+    def measured(*args: object) -> object:
+        there.append([f.name for f in tmp_path.iterdir()])
+        return compare(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ork.build.evaluate.compare", measured)
+    assert ork("convert", model, "-o", tmp_path / "b.orkpack", "--evaluate", text, "--evaluate-chunks", "1")[0] == 0
+    assert there == [["b.orkpack"]]
 
 
 def test_what_cannot_be_evaluated_is_not_converted(refused: Refused, model: Path, text: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,9 @@ def test_a_base_that_is_damaged_or_cut_short(load: Load, tmp_path: Path) -> None
     assert [f.name for f in tmp_path.iterdir()] == ["x.base"]
     with pytest.raises(StorageError):
         Recording(Running(model.engine, chunks), chunks, tmp_path / "no" / "x.base", "name")
+    os.mkfifo(tmp_path / "pipe")  # nobody would ever write into it
+    with pytest.raises(UsageError, match="pipe: not a file of"):
+        SavedBase(tmp_path / "pipe")
 
 
 def test_texts_and_models_that_do_not_fit(load: Load, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """What a conversion cost, measured and noted in the pack: perplexity and KL divergence against the source.
 
 The reference is the source's own weights in f32, as a pack of its own for the time of the measurement: a pack is
-mapped, so memory stays bounded, but the disk needs 4 bytes a weight meanwhile, beside the target. It is removed at the
-end, whatever happens.
+mapped, so memory stays bounded, but the disk needs 4 bytes a weight meanwhile, beside the target. It loses its name as
+soon as it is open, so that nothing is left of it whatever ends the measurement.
 """
 
 from __future__ import annotations
@@ -95,19 +95,18 @@ def evaluate(
     """
     cut_text = check(source, target, text, context=context, chunks=chunks, made=True)
     reference = reference_of(target)
-    try:
-        convert(source, reference, builtin("f32"), max_ram=max_ram, workers=threads, progress=converting)
-        with contextlib.ExitStack() as stack:
-            device, _ = open_device("cpu", threads=threads)
-            stack.callback(device.close)
-            ours, theirs = (
-                Running(_engine(stack.enter_context(Pack.open(path)), device, context), cut_text)
-                for path in (target, reference)
-            )
-            found = compare(theirs, ours, cut_text, progress and partial(progress, len(cut_text))).summary()
-    finally:
-        for suffix in ("", ".part", ".journal"):
-            reference.with_name(reference.name + suffix).unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        packs = [stack.enter_context(Pack.open(target))]
+        try:
+            convert(source, reference, builtin("f32"), max_ram=max_ram, workers=threads, progress=converting)
+            packs.append(stack.enter_context(Pack.open(reference)))
+        finally:
+            for suffix in ("", ".part", ".journal"):
+                reference.with_name(reference.name + suffix).unlink(missing_ok=True)
+        device, _ = open_device("cpu", threads=threads)
+        stack.callback(device.close)
+        ours, theirs = (Running(_engine(pack, device, context), cut_text) for pack in packs)
+        found = compare(theirs, ours, cut_text, progress and partial(progress, len(cut_text))).summary()
     note = {
         "text": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
         "context": context,

@@ -42,6 +42,8 @@ def load(path: Path, subject: str) -> Measurements | None:
 
     Raises UsageError for one that holds something else, which is never overwritten.
     """
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: no file, so that it holds no measurements; name another")
     try:
         with path.open("rb") as f:
             data = f.read(MAX_BYTES + 1)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SMALL_BPW = 4.5
 BPW = (4.25, 8.5)
 DEFAULT_ROTATION = "mix"
+OWN_TEXT = "calibrating on the text that comes with ork (from Botchan, by Natsume Soseki)"
 
 
 def add_allocation(sub: argparse.ArgumentParser) -> None:
@@ -42,10 +43,7 @@ def calibration(file: Path | None) -> tuple[str, str]:
     """The text to calibrate with, and its name. Raises UsageError if the file cannot be read."""
     from ork.build.importance import calibration_text
 
-    if file is not None:
-        return read_text(file), file.name
-    say("calibrating on the text that comes with ork (from Botchan, by Natsume Soseki)")
-    return calibration_text(), "botchan"
+    return (calibration_text(), "botchan") if file is None else (read_text(file), file.name)
 
 
 def measured(args: argparse.Namespace) -> bool:
@@ -74,9 +72,11 @@ def measured(args: argparse.Namespace) -> bool:
     return by_budget
 
 
-def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids, waiting: Path) -> Recipe:
-    """The recipe for the budget that the options name, and a line about it. What is measured is kept in `waiting`,
-    unless --measurements names another file."""
+def measured_recipe(
+    args: argparse.Namespace, source: Source, aids: Aids, calibration: tuple[str, str], waiting: Path
+) -> Recipe:
+    """The recipe for the budget that the options name, and a line about it; `calibration` is a text and its name. What
+    is measured is kept in `waiting`, unless --measurements names another file."""
     from ork.build.calibrate import tokens_of
     from ork.build.convert import check_requantising, is_weight, plan_pack
     from ork.build.sensitivity import calibration_tokens
@@ -100,7 +100,9 @@ def measured_recipe(args: argparse.Namespace, source: Source, aids: Aids, waitin
     gptq = args.gptq or base.calibrated
     if args.calibrate_tokens is not None and not gptq:
         raise UsageError("--calibrate-tokens is how much of a text GPTQ looks at: it goes with --gptq")
-    text, name = calibration(args.calibrate)
+    text, name = calibration
+    if args.calibrate is None:
+        say(OWN_TEXT)
     tokenizer = Tokenizer.load(build_tokenizer(source.metadata))
     tokens = calibration_tokens(tokenizer, text)
     if gptq:  # what would keep the pack from being made is told before the measuring

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ork.cli.calibration import add_allocation, gptq_tokens, measured, measured_recipe
+from ork.cli.calibration import add_allocation, calibration, gptq_tokens, measured, measured_recipe
 from ork.cli.common import add_model, check_threads, parse_size, progress_bar, resolve, say, size_text
-from ork.cli.measuring import evaluate_pack, read_text, text_to_evaluate
+from ork.cli.measuring import evaluate_pack, text_to_evaluate
 from ork.cli.recipes import add_recipe, recipe_of
 from ork.errors import UsageError
 
@@ -81,13 +81,14 @@ def run(args: argparse.Namespace) -> int:
     check_output(target, PACK)
     max_ram = parse_size(args.max_ram)
     text = text_to_evaluate(args, path, target)
+    seen = calibration(args.calibrate)  # read once: it may be a pipe
     aids = Aids(read_imatrix(args.imatrix) if args.imatrix else None)
     start = time.perf_counter()
     by_measuring = measured(args)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(open_source(path)))
         waiting = stack.enter_context(beside(target))
-        recipe = measured_recipe(args, source, aids, waiting) if by_measuring else recipe_of(args, source)
+        recipe = measured_recipe(args, source, aids, seen, waiting) if by_measuring else recipe_of(args, source)
         progress = stack.enter_context(progress_bar(target.name))
         if args.gptq:
             recipe = recipe.with_gptq()
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
         if recipe.calibrated:
-            plain = _calibrated(args, source, target, recipe, options)
+            plain = _calibrated(args, source, target, recipe, seen[0], options)
         elif args.gptq:
             raise UsageError(f"recipe {recipe.name} rounds nothing, so that --gptq has nothing to make up for")
         elif args.calibrate_tokens is not None or (args.calibrate and not by_measuring):
@@ -119,12 +120,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _calibrated(args: argparse.Namespace, source: Source, target: Path, recipe: Recipe, options: _Options) -> list[str]:
+def _calibrated(
+    args: argparse.Namespace, source: Source, target: Path, recipe: Recipe, text: str, options: _Options
+) -> list[str]:
     """Converts with GPTQ; lines on what the text was too short for."""
     from ork.build.calibrate import convert_calibrated
-    from ork.build.importance import calibration_text
 
-    text = read_text(args.calibrate) if args.calibrate else calibration_text()
     told = f"GPTQ on {args.calibrate or 'the text that comes with ork; --calibrate takes one nearer to your use'}"
     announce = partial(say, told)
     return convert_calibrated(

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from ork.cli.calibration import calibration
+from ork.cli.calibration import OWN_TEXT, calibration
 from ork.cli.common import add_model, check_threads, parse_size, resolve, say, step_bar
 
 
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     max_ram = parse_size(args.max_ram)
     path = resolve(args.model)
     text, name = calibration(args.file)
+    if args.file is None:
+        say(OWN_TEXT)
     with contextlib.ExitStack() as stack:
         if path.is_file() and is_pack(path):
             pack = stack.enter_context(contextlib.closing(Pack.open(path)))

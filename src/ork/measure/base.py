@@ -135,6 +135,8 @@ class SavedBase:
 
     def __init__(self, path: Path):
         self.path = path
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: not a file of `ork ppl --save-base`")
         try:
             self._size = path.stat().st_size
             self._file = path.open("rb")
