@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ork.errors import StorageError, UsageError
 from ork.residency import expert_cache, experts
-from ork.residency.experts import HALF_LIFE, Lfu, Lru, Pool, Visit, plan_experts, profile_of
+from ork.residency.experts import HALF_LIFE, Lfu, Lru, Pool, Visit, plan_experts, plan_parts, profile_of
 from ork.residency.stream import Stream
 from ork.residency.window import Window
 from tests.residency.fakes import EXPERT, ROOM, FakeDevice, FakeSource, expert_layer, right, tensor
@@ -431,3 +431,13 @@ def test_a_note_that_is_no_profile(note: object) -> None:
 
 def test_a_note_that_is_one() -> None:
     assert profile_of({"counts": {"1": [1, 2], "12": [0, 3]}, "text": "x"}) == {1: [1, 2], 12: [0, 3]}
+
+
+def test_experts_that_nothing_is_left_for_are_read_side_by_side() -> None:
+    layers = [expert_layer(i, 100) for i in range(LAYERS)]
+    size = EXPERT * ROOM
+    for experts_of_room, slots in ((200, 8), (64, 8), (40, 5), (17, 2), (2, 2)):
+        plan = plan_parts(layers, experts_of_room * size, lambda _: ROOM, 3, "lru")
+        assert [(p.slots, p.shared) for p in plan.pools] == [(slots, True)]
+        assert not plan.parts
+    assert plan_parts(layers, 2 * size - 1, lambda _: ROOM, 3, "lru").parts

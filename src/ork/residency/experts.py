@@ -26,6 +26,8 @@ POLICIES = ("lru", "lfu", "pinned")
 HALF_LIFE = 128  # visits of each layer after which a use counts half, in lfu
 LEAST = 2  # slots of a pool: one is computed, one is filled
 SHARED = 16  # slots that all layers share beside the experts that stay
+PASSING = 8  # slots that experts pass through where nothing is left for them: as many are on their way side by side
+PASSING_SHARE = 8  # of the window: no more than this part of it goes to slots beyond two
 
 Profile = Mapping[int, Sequence[int]]  # by layer: how often each of its experts was chosen
 
@@ -284,12 +286,13 @@ def shared_plan(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, policy
 
 
 def plan_parts(layers: Sequence[ExpertLayer], room: int, mapped: Mapped, slots: int, policy: str) -> ExpertPlan:
-    """The least: slots for two experts that all layers share, or if `room` is too small for that, as many `slots` for
-    slices. Raises UsageError with what is missing."""
+    """The least: slots for two experts that all layers share, or a few more in a part of `room`, or if it is too small
+    for that, as many `slots` for slices. Raises UsageError with what is missing."""
     numbers = tuple(layer.layer for layer in layers)
     sizes = piece_sizes(layers, mapped)
     if LEAST * sum(sizes) <= room:
-        return ExpertPlan(policy, (PoolPlan(numbers, LEAST, sizes, True),))
+        passing = max(LEAST, min(PASSING, room // PASSING_SHARE // sum(sizes)))
+        return ExpertPlan(policy, (PoolPlan(numbers, passing, sizes, True),))
     pool = PoolPlan(numbers, slots, (max(sizes),), True)
     if pool.nbytes > room:
         raise UsageError(
