@@ -99,8 +99,7 @@ class LoadedModel:
         where = place_experts(
             self.device,
             asked,
-            [t.slices for t in layers[0].tensors(0)],
-            layers=len(layers),
+            [[t.slices for t in layer.tensors(0)] for layer in layers],
             experts=len(layers[0]),
             top_k=about.used,
             window=self._window,

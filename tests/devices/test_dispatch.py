@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -83,7 +84,8 @@ def parts(codec: str, group: int = 0) -> list[list[SliceSpec]]:
         ("hybrid", None, "f16", 0, None, 128, None, "codec"),
         ("hybrid", None, "i4", 0, 100 << 20, 128, None, "to bring weights in"),
         ("hybrid", None, "i4", 0, None, 4096, None, "do not fit"),
-        ("emu", None, "i4", 0, None, 128, 0, "NPU: asked for"),
+        ("emu", None, "i4", 0, None, 128, 0, "NPU, as all that emu gives it"),
+        ("emu", None, "f16", 0, None, 128, None, "CPU: their codec"),
         ("emu", "auto", "i4", 32, None, 128, None, "by group"),
         ("emu", "npu", "f16", 0, None, 128, None, "codec"),
     ],
@@ -95,7 +97,7 @@ def test_devices(
     assert isinstance(device, NpuDevice)
     layers = 4 if experts == 4096 else 1
     reason = place_experts(
-        device, mode, parts(codec, group), layers=layers, experts=experts, top_k=8, window=window, others=0
+        device, mode, [parts(codec, group)] * layers, experts=experts, top_k=8, window=window, others=0
     )
     assert said in reason
     assert device.expert_rows == rows or (rows is True and device.expert_rows)
@@ -107,16 +109,32 @@ def test_devices(
 def test_experts_of_four_bit_rows_are_the_cpus() -> None:
     device, _ = open_device("hybrid", w4a4=True)
     assert isinstance(device, NpuDevice)
-    reason = place_experts(device, "npu", parts("i4"), layers=1, experts=8, top_k=2, window=None, others=0)
-    assert "int4 programs" in reason
+    reason = place_experts(device, "npu", [parts("i4")], experts=8, top_k=2, window=None, others=0)
+    assert reason.startswith("experts on the CPU, although the NPU was asked for: int4 programs")
     assert device.expert_rows is None
+    device.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_layers_that_are_stored_in_different_ways(first: bool) -> None:
+    """A recipe may choose by layer: one that the NPU does not take keeps it from no other."""
+    device, _ = open_device("hybrid")
+    assert isinstance(device, NpuDevice)
+    layers = [parts("nf4", 32), parts("i4")] if first else [parts("i4"), parts("nf4", 32)]
+    how: dict[str, Any] = {"experts": 128, "top_k": 8, "window": None, "others": 0}
+    reason = place_experts(device, None, layers, **how)
+    assert device.expert_rows
+    assert "on the NPU for" in reason
+    assert reason.endswith("of 1 of 2 layers on the CPU: their codec, or scales by group")
+    reason = place_experts(device, None, [*layers, *[parts("f16")] * 10_000], **how)  # all bytes count
+    assert "do not fit" in reason
     device.close()
 
 
 def test_what_cannot_be_is_refused() -> None:
     cpu, _ = open_device("cpu")
-    arguments = {"layers": 1, "experts": 8, "top_k": 2, "window": None, "others": 0}
-    assert place_experts(cpu, "auto", parts("i8"), **arguments) == ""
+    arguments = {"experts": 8, "top_k": 2, "window": None, "others": 0}
+    assert place_experts(cpu, "auto", [parts("i8")], **arguments) == ""
     for mode in ("npu", "gpu"):
         with pytest.raises(UsageError, match="--experts"):
-            place_experts(cpu, mode, parts("i8"), **arguments)
+            place_experts(cpu, mode, [parts("i8")], **arguments)

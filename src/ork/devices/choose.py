@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ork import tiles
 from ork.devices.base import Device, SliceSpec, blob_bytes
 from ork.devices.cpu import CpuDevice
-from ork.devices.dispatch import PLACES, Mixture, choose
+from ork.devices.dispatch import PLACES, Choice, Mixture, choose
 from ork.errors import NpuError, UsageError
 
 if TYPE_CHECKING:
@@ -84,9 +84,8 @@ def check_experts(mode: str | None, device: str) -> None:
 def place_experts(
     device: Device,
     mode: str | None,
-    parts: Sequence[Sequence[SliceSpec]],
+    layers: Sequence[Sequence[Sequence[SliceSpec]]],
     *,
-    layers: int,
     experts: int,
     top_k: int,
     window: int | None,
@@ -94,8 +93,9 @@ def place_experts(
 ) -> str:
     """Decides where a mixture's experts are computed, before any is placed, and says why; "" without an NPU.
 
-    `parts`: the slices of one expert's gate, up and down; `others`: bytes that the rest of the model takes of the
-    device. `mode` is npu, cpu, auto, or None: auto where the CPU shares the work (`hybrid`), else npu. Raises
+    `layers`: the slices of one expert's gate, up and down in each layer, of `experts` alike; `others`: bytes that the
+    rest of the model takes of the device. `mode` is npu, cpu, auto, or None: auto where the CPU shares the work
+    (`hybrid`), else npu. Where layers are stored in different ways, the first that the NPU takes speaks for all. Raises
     UsageError for npu without an NPU.
     """
     check_experts(mode, device.name)
@@ -105,25 +105,35 @@ def place_experts(
 
     assert isinstance(device, NpuDevice)
     device.expert_rows = 0  # so that slices are told as the NPU would map them
-    slices = [s for part in parts for s in part]
+    each = [[s for part in parts for s in part] for parts in layers]
+    taken = [i for i, slices in enumerate(each) if all(map(device.copies, slices))]
+    at = taken[0] if taken else 0
+    gate, slices = layers[at][0], each[at]
     mapped = sum(map(device.mapped_bytes, slices))
-    gate = parts[0]
     mixture = Mixture(experts, top_k, gate[0].K, gate[-1].n1, sum(map(blob_bytes, slices)), mapped)
-    capacity, total = device.capacity(), layers * experts * mapped
+    capacity, total = device.capacity(), experts * sum(device.mapped_bytes(s) for slices in each for s in slices)
     room = (capacity.domains * capacity.bytes_per_domain if window is None else window) - others
     asked = mode or ("auto" if device.name == "hybrid" else "npu")
-    why_not = ""
-    if asked != "cpu" and not all(map(device.copies, slices)):
-        asked, why_not = "auto", "their codec, or scales by group, are none that this device gives the NPU"
-    elif asked != "cpu" and device.int4_k and slices[0].codec == "i4":
-        asked, why_not = "auto", "int4 programs take rows in a form in which those of an expert do not lie together"
+    unable = why_not = ""
+    if not taken:
+        unable = "their codec, or scales by group, are none that this device gives the NPU"
+    elif device.int4_k and slices[0].codec == "i4":
+        unable = "int4 programs take rows in a form in which those of an expert do not lie together"
     elif any(s.group or s.act_group for s in slices):
         why_not = "scales by group: a program a group costs 13 to 283 times one"
     elif window is None and total > room:
         why_not = f"{total >> 20} MiB of them do not fit the NPU's {max(0, room) >> 20} MiB"
-    choice = choose(asked, mixture, streamed=max(0.0, 1 - max(0, room) / total), why_not=why_not)
+    if asked == "npu" and unable:
+        choice = Choice(None, f"experts on the CPU{', although the NPU was asked for' if mode else ''}: {unable}")
+    elif mode is None and asked == "npu":
+        choice = Choice(0, f"experts on the NPU, as all that {device.name} gives it")
+    else:
+        streamed = max(0.0, 1 - max(0, room) / total)
+        choice = choose(asked, mixture, streamed=streamed, why_not=unable or why_not)
     device.expert_rows = choice.rows
-    return choice.reason
+    left = len(layers) - len(taken)
+    cpu = f"; of {left} of {len(layers)} layers on the CPU: their codec, or scales by group"
+    return choice.reason + (cpu if left and choice.rows is not None else "")
 
 
 def placement_reason(device: Device, specs: Iterable[SliceSpec]) -> str:
