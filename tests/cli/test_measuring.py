@@ -306,6 +306,26 @@ def test_a_note_that_somebody_made_up(ork: Ork, packed: Path) -> None:
         assert ork("diff", packed, packed)[0] == 0
 
 
+def test_names_are_shown_as_they_are(ork: Ork, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever looks like markup or an emoji; but control characters reach no terminal."""
+    monkeypatch.chdir(tmp_path)
+    Path("d[").mkdir()
+    for name in ("d[/x].orkpack", "[red]:x:.orkpack", "\x1b[2J.orkpack"):
+        Path(name).hardlink_to(packed)
+        shown = name.replace("\x1b", "\N{REPLACEMENT CHARACTER}")
+        assert shown in ork("inspect", name)[1]
+        assert shown in ork("diff", name, packed)[1]
+
+
+def test_nothing_is_cut_off_where_there_is_no_terminal(ork: Ork, model: Path, text: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "x.orkpack"
+    assert ork("convert", model, "--target-bpw", "8.5", "--calibrate", text, "-o", pack)[0] == 0
+    out = ork("inspect", pack, "--tensors")[1]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    for name, cost in inspect(pack)["recipe"]["figures"]["tensors"].items():
+        assert re.search(rf"{re.escape(name)} .* {re.escape(f'{cost:.3g}')} ", out)
+
+
 def test_two_packs(ork: Ork, model: Path, packed: Path, tmp_path: Path) -> None:
     other = tmp_path / "b.orkpack"
     assert ork("convert", model, "-o", other, "--tensor-type", "attn_v=f32")[0] == 0

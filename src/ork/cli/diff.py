@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ork.cli.common import codec_text, size_text
-from ork.cli.measuring import json_text, whole_names
+from ork.cli.measuring import json_text, tables, whole_names
 
 LAYOUT = ("codec", "shape", "group", "act_group", "rotation", "mix")  # what makes two tensors alike but for content
 
@@ -61,13 +61,11 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     from ork.cli.inspect import quality_rows, recipe_rows
 
-    console = Console(highlight=False)
+    console = tables()
     about = Table("", "A", "B")
     about.add_row("pack", *map(str, found["path"]))
     about.add_row("bytes", *(f"{n:,} ({size_text(n)})" for n in found["bytes"]))
@@ -86,7 +84,7 @@ def _show(found: dict[str, Any]) -> None:
     if changed := [row for row in dict.fromkeys([*recipes[0], *recipes[1]]) if not all(row in r for r in recipes)]:
         table = Table("recipe", "A", "B")
         for which, how in changed:
-            table.add_row(escape(which), *(how if (which, how) in r else "-" for r in recipes))
+            table.add_row(which, *(how if (which, how) in r else "-" for r in recipes))
         console.print(table)
     if found["tensors"]:
         names = whole_names("tensor", [t["name"] for t in found["tensors"]])
@@ -96,7 +94,7 @@ def _show(found: dict[str, Any]) -> None:
         console.print(table)
     for key in ("raw", "metadata"):
         if found[key]:
-            console.print(f"{key} that differs: {', '.join(found[key])}", markup=False)
+            console.print(f"{key} that differs: {', '.join(found[key])}")
     equal = f"{found['equal_tensors']} tensors are equal, {len(found['tensors'])} differ"
     console.print("the same weights, tensors and metadata" if found["same"] else equal)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ork.cli.common import codec_text, size_text
-from ork.cli.measuring import json_text, whole_names
+from ork.cli.measuring import json_text, tables, whole_names
 
 TENSOR = ("codec", "N x K", "rotation", "slices", "bytes")
 
@@ -29,11 +29,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json_text(about, indent=1))
         return 0
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = tables()
     console.print(f"{about['path']}: {size_text(about['bytes'])}, format {about['version']}, {about['digest']}")
     console.print(
         f"{about['architecture']}, {about['weights'] / 1e6:.1f}M weights at {about['bits_per_weight']:.2f} bits, "
@@ -48,15 +46,16 @@ def run(args: argparse.Namespace) -> int:
     if rules := recipe_rows(about["recipe"]):
         recipe = Table("recipe", "as")
         for tensors, how in rules:
-            recipe.add_row(escape(tensors), how)
+            recipe.add_row(tensors, how)
         console.print(recipe)
     if args.tensors:
-        costs = _costs(about["recipe"])
-        rows = Table(whole_names("tensor", [t["name"] for t in about["tensors"]]), *TENSOR, *(["KL"] if costs else []))
+        costs = {name: f"{cost:.3g}" for name, cost in _costs(about["recipe"]).items()}
+        names = whole_names("tensor", [t["name"] for t in about["tensors"]])
+        rows = Table(names, *TENSOR, *([whole_names("KL", [*costs.values()])] if costs else []))
         for t in about["tensors"]:
             shape = " x ".join(map(str, t["shape"]))
             rotation = f"{t['rotation']} mix {t['mix']}" if t["mix"] else str(t["rotation"])
-            cost = [f"{costs.get(t['name'].partition('#')[0], 0.0):.3g}"] if costs else []
+            cost = [costs.get(t["name"].partition("#")[0], "0")] if costs else []
             codec = codec_text(t["codec"], t["group"])
             rows.add_row(t["name"], codec, shape, rotation, str(t["slices"]), size_text(t["bytes"]), *cost)
         console.print(rows)
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(table)
     for key, held in (("provenance", about["provenance"]), ("notes", notes)):
         if held:
-            console.print(f"{key}: {json.dumps(held)}", markup=False)
+            console.print(f"{key}: {json.dumps(held)}")
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -18,6 +19,7 @@ from ork.cli.recipes import first_run_recipe
 from ork.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Column
 
     from ork.api import LoadedModel
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ork.quant.recipe import Recipe
 
 TEXT_LIMIT = 64 << 20
+WIDE = 160  # characters of a table in a file or a pipe
 
 
 def add_text(sub: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -94,6 +97,20 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tables() -> Console:
+    """A console for tables of what files say: names are shown as they are, whatever brackets and colons they have, and
+    no control character reaches a terminal. As wide as its tables where it is no terminal, unless COLUMNS says."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def render_str(self, text: str, **how: Any) -> Any:
+            shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+            return super().render_str(shown, **how)
+
+    told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Plain(highlight=False, markup=False, emoji=False, width=None if told else WIDE)
 
 
 def whole_names(header: str, names: Sequence[str]) -> Column:

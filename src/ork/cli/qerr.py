@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ork.cli.common import add_device, add_model, check_threads, codec_text, progress_bar, resolve
-from ork.cli.measuring import add_text, converted, json_text, opened, read_text, whole_names
+from ork.cli.measuring import add_text, converted, json_text, opened, read_text, tables, whole_names
 from ork.cli.recipes import add_first_run
 from ork.errors import UsageError
 
@@ -124,12 +124,11 @@ def _record(tensors: list[TensorError] | None, walked: Walk | None) -> dict[str,
 
 
 def _show_tensors(tensors: list[TensorError]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from ork.measure.qerr import by_layer
 
-    console = Console(highlight=False)
+    console = tables()
     table = Table(whole_names("tensor", [t.name for t in tensors]), "codec", "bits", "error", "worst row", "at")
     for t in tensors:
         table.add_row(
@@ -143,10 +142,9 @@ def _show_tensors(tensors: list[TensorError]) -> None:
 
 
 def _show_walk(walked: Walk) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = tables()
     table = Table("hidden rows after", "relative error", "largest difference", "first row")
     for d in walked.layers:
         row = "equal" if d.row < 0 else str(d.row)
