@@ -261,7 +261,7 @@ def test_what_cannot_be_asked_for(pack: Path, text: Path, tmp_path: Path, capsys
         (["skew", pack, "-f", text, "--cache-mib", "0.001"], "none of these sizes has room for two experts"),
         (["skew", pack, "-f", text, "--chunks", "1"], "--chunks 1: at least 2"),
         (["skew", pack, "-f", short], "tokens are too few"),
-        (["skew", pack, "-f", text, "--csv", tmp_path / "no" / "x.csv"], "No such file"),
+        (["skew", pack, "-f", text, "--csv", tmp_path / "no" / "x.csv"], "there is no folder"),
         (["run", pack, "-p", "a", "--expert-policy", "lfu"], "it goes with --window"),
     ]
     for arguments, says in cases:
