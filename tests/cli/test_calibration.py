@@ -142,6 +142,20 @@ def test_a_model_that_overflows_on_the_text(refused: Refused, text: Path, tmp_pa
     assert list(tmp_path.iterdir()) == [source]
 
 
+@pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "blk.1.ffn_up.weight"])
+def test_the_tensor_that_is_damaged_is_the_one_that_is_named(
+    refused: Refused, model: Path, text: Path, tmp_path: Path, name: str
+) -> None:
+    """Whichever way the model is read: a norm's infinity is nothing that the text brings about."""
+    tensors = tiny.random_tensors()
+    tensors[name].reshape(-1)[3] = np.inf
+    source = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    told = f"x.gguf: tensor {name} holds a value that is not finite"
+    assert refused("imatrix", source, "-f", text, "-o", tmp_path / "a.gguf", "-c", 64) == f"{tmp_path}/{told}"
+    assert refused("convert", source, "--recipe", "mixed", "--calibrate", text) == f"{tmp_path}/{told}"
+    assert list(tmp_path.iterdir()) == [source]
+
+
 # --- ork convert
 
 

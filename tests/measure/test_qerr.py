@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ork
-from ork.errors import UsageError
+from ork.errors import SourceError, UsageError
 from ork.measure.perplexity import cut
 from ork.measure.qerr import PackWeights, SourceWeights, by_layer, difference, relative, tensor_errors, walk
 from ork.sources.base import open_source
@@ -49,6 +49,15 @@ def test_an_f32_pack_is_its_source(load: Load, gguf: Path) -> None:
     plain = list(tensor_errors(pack_of(load()), SourceWeights(open_source(gguf))))
     assert [e.error for e in against] == [e.error for e in plain]
     assert done[-1][0] == done[-1][1] == sum(4 * e.N * e.K for e in plain)
+
+
+def test_a_reference_that_is_damaged_is_named(load: Load, tmp_path: Path) -> None:
+    """Its row would have no error to show."""
+    tensors = tiny.random_tensors()
+    tensors["blk.1.ffn_up.weight"][3, 5] = np.nan
+    other = tiny.write(tmp_path / "x.gguf", tiny.metadata(), tensors)
+    with pytest.raises(SourceError, match=r"x\.gguf: tensor blk\.1\.ffn_up\.weight holds a value that is not finite"):
+        list(tensor_errors(pack_of(load()), SourceWeights(open_source(other))))
 
 
 def test_a_row_that_should_be_zeros_is_the_worst(load: Load, gguf: Path, tmp_path: Path) -> None:

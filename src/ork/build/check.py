@@ -78,7 +78,10 @@ class PlannedSource:
         derived = rotation.derived(name)
         if derived is not None:
             return derived
-        return self.source.rows(name, 0, self.source.tensors[name].rows).reshape(r.shape)
+        values = self.source.rows(name, 0, self.source.tensors[name].rows).reshape(r.shape)
+        if not np.isfinite(values).all():
+            raise SourceError(f"tensor {name} holds a value that is not finite")
+        return values
 
 
 def check_model(plan: PackPlan, source: Source) -> list[TensorSpec]:

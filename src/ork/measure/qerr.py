@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ork.devices.cpu import CpuDevice
 from ork.engine.kvcache import Sequence as Place
 from ork.engine.session import CHUNK, Engine
-from ork.errors import UsageError
+from ork.errors import SourceError, UsageError
 from ork.models import Rows
 from ork.ops import Array, Ops, Weight
 from ork.pack.reader import Pack
@@ -65,7 +65,7 @@ class PackWeights:
 
 
 class SourceWeights:
-    """The weights of a GGUF file or a Hugging Face folder, as its own types say."""
+    """The weights of a GGUF file or a Hugging Face folder, as its own types say. SourceError for one that is none."""
 
     def __init__(self, source: Source):
         self.source = source
@@ -76,7 +76,10 @@ class SourceWeights:
         return {name: shape for t in weights for name, shape in matrices(t).items()}
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        return read_weight(self.source, name, start, stop)
+        rows = read_weight(self.source, name, start, stop)
+        if not np.isfinite(np.abs(rows).max(initial=0)):
+            raise SourceError(f"{self.source.path}: tensor {name} holds a value that is not finite")
+        return rows
 
 
 @dataclass(frozen=True)
