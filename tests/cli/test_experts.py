@@ -23,7 +23,7 @@ RUN = ("-p", "It is a truth", "-n", "6", "--temp", "0", "--json")
         (["--device", "hybrid", "--experts", "cpu"], "experts on the CPU: asked for"),
         (["--device", "hybrid", "--experts", "npu"], "experts on the NPU: asked for"),
         (["--device", "emu", "--experts", "cpu"], "experts on the CPU: asked for"),
-        (["--device", "emu"], "experts on the NPU: asked for"),
+        (["--device", "emu"], "experts on the NPU, as all that emu gives it"),
     ],
 )
 def test_the_same_text_everywhere(ork: Ork, flags: list[str], said: str) -> None:
