@@ -38,7 +38,10 @@ def test_an_unknown_name_names_the_known(refused: Refused) -> None:
         assert "smollm2-135m" in line
 
 
-def test_a_known_name_that_is_not_here_says_how_to_get_it(refused: Refused) -> None:
+def test_a_known_name_that_is_not_here_says_how_to_get_it(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORK_HOME", str(tmp_path / "home"))
     assert "ork pull smollm2-135m" in refused("run", "smollm2-135m", "-p", "x")
 
 
