@@ -13,7 +13,7 @@ import pytest
 from ork.build.importance import calibration_text
 from ork.errors import SourceError
 from ork.sources.base import open_source
-from ork.text import tokenizer
+from ork.text import blocks
 from ork.text.chat import ChatTemplate
 from ork.text.tokenizer import Tokenizer, build_tokenizer
 from tests.text.test_tokenizer import whole_from
@@ -64,7 +64,7 @@ def test_tokens_are_llama_cpps(name: str, whole: bool) -> None:
 def test_a_long_text_in_blocks_has_the_tokens_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join([*(text for text, _ in golden("gpt-2")), calibration_text()[:20_000]])
     whole = load(name).encode(text, special=False)
-    monkeypatch.setattr(tokenizer, "BLOCK", 100)
+    monkeypatch.setattr(blocks, "BLOCK", 100)
     assert load(name).encode(text, special=False) == whole
 
 

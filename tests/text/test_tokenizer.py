@@ -56,33 +56,6 @@ def test_whole_and_restricted_vocabulary_agree(name: str, text: str, special: bo
         assert tokenizer(name).encode(text, special) == few
 
 
-@BOTH
-@given(
-    words=st.lists(
-        st.sampled_from(("the", "thin", "in", "a", "It's", "12", "\n", "", "\u00e9t\u00e9", "<tag>")), min_size=30
-    )
-)
-def test_a_long_text_in_blocks_has_the_tokens_of_the_whole(name: str, words: list[str]) -> None:
-    """The library takes some 150 bytes for each character that it gets at once."""
-    text = " ".join(words)
-    with whole_from(-1):
-        whole = tokenizer(name).encode(text, special=False)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "BLOCK", 16)
-            assert tokenizer(name).encode(text, special=False) == whole
-            assert "".join(tokenizer(name)._blocks(text)) == text
-
-
-def test_blocks_are_cut_where_words_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 16)
-    text = "the thin thing. " * 10
-    assert max(map(len, tokenizer("bpe")._blocks(text))) < 40
-    t = Tokenizer.load(build_tokenizer(with_keys("spm")))
-    t.__dict__["_words_are_apart"] = False  # as of a vocabulary whose tokens hold several words
-    assert list(t._blocks(text)) == [text]
-    assert list(tokenizer("bpe")._blocks("1" * 100)) == ["1" * 100]
-
-
 @given(text=TEXT)
 def test_bytes_come_back(text: str) -> None:
     t = tokenizer("bpe")

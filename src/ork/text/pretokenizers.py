@@ -79,9 +79,9 @@ TABLE: Final = (
     ),
     PreTokenizer(("qwen35",), (_words(r"\p{N}", letters=r"\p{L}\p{M}"),)),
     PreTokenizer(("falcon",), (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    PreTokenizer(
+    PreTokenizer(  # \s+$ is tried from the first space of a run only: from each, it takes the square of its length
         ("deepseek-llm",),
-        (r"[\r\n]", r"\s?[" + _CASED + "]+", _PUNCTUATION, r"\s+$", _CJK, r"\p{N}+"),
+        (r"[\r\n]", r"\s?[" + _CASED + "]+", _PUNCTUATION, r"(?<!\s)\s+$", _CJK, r"\p{N}+"),
     ),
     PreTokenizer(("deepseek-coder",), (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     PreTokenizer(

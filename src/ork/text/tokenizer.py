@@ -22,16 +22,15 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
-from ork.errors import PackDamaged, UsageError
+from ork.errors import OrkError, PackDamaged, UsageError
+from ork.text import blocks
 from ork.text.ready import BYTE, BYTES, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Ready, lookup, u32, unpack
-from ork.text.vocab import SPACE_MARK, build_tokenizer, library_parts, without_prefix
+from ork.text.vocab import SPACE_MARK, build_tokenizer, cuts_rests_alike, library_parts, without_prefix
 
 __all__ = ["Decoder", "Tokenizer", "build_tokenizer"]
 
 WHOLE_FROM: Final = 8192  # characters encoded so far, after which the whole vocabulary is loaded
-BLOCK: Final = 1 << 18  # characters that the library gets at a time: it takes some 150 bytes for each
-SEAM: Final = re.compile("(?<=[a-z]) (?=[a-z])")
-ACROSS: Final = re.compile("[a-z][ \u2581\u0120]")
+START, LATER, WITHIN = range(3)  # a text, one behind a marker, the rest of either: where prefixes go
 
 
 class Tokenizer:
@@ -99,31 +98,33 @@ class Tokenizer:
         try:
             whole = self._encoded > WHOLE_FROM
             model = self._whole if whole else self._restricted(self._words(text, first))
-            ids: list[int] = []
-            for block in self._blocks(text):
-                ids += self._library(model, first).encode(block, add_special_tokens=False).ids
-                first = False
-            return ids
-        except Exception as error:  # the library has no error class of its own; damage is the only cause
-            raise PackDamaged(f"the tokenizer in the pack is inconsistent ({error}); convert the model again") from None
+            start, rest = (self._library(model, place) for place in (START if first else LATER, WITHIN))
+            return blocks.encode(text, start, rest, self._apart if self._cuts_rests else None)
+        except OrkError:
+            raise
+        except BaseException as error:  # the library has no error class of its own; damage is the only cause
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                told = f"the tokenizer in the pack is inconsistent ({error}); convert the model again"
+                raise PackDamaged(told) from None
+            raise
 
-    def _blocks(self, text: str) -> Iterator[str]:
-        """A text in parts that become the tokens of the whole: a long one is cut in front of spaces between letters."""
-        at = 0
-        while len(text) - at > BLOCK and self._words_are_apart and (seam := SEAM.search(text, at + BLOCK)):
-            yield text[at : seam.start()]
-            at = seam.start()
-        yield text[at:]
+    def _apart(self, left: int, right: int) -> bool:
+        """Whether no token has the last character of one and the first of the other side by side."""
+        return self._texts[left][-1:] + self._texts[right][:1] not in self._pairs
 
     @cached_property
-    def _words_are_apart(self) -> bool:
-        """Whether no token that merging can make has a letter in front of a space, however a space is spelled."""
-        texts = self._texts[:]
-        return not any(ACROSS.search(texts[i]) for i in u32(self._ready.index_ids).tolist())
+    def _cuts_rests(self) -> bool:
+        return cuts_rests_alike(self._ready.pipeline["pre_tokenizer"])
 
-    def _library(self, model: models.BPE, first: bool) -> tokenizers.Tokenizer:
+    @cached_property
+    def _pairs(self) -> frozenset[str]:
+        """Characters that stand side by side in tokens that merging can make."""
+        texts = self._texts[:]
+        return blocks.pairs_of([texts[i] for i in u32(self._ready.index_ids).tolist()])
+
+    def _library(self, model: models.BPE, place: int) -> tokenizers.Tokenizer:
         library = tokenizers.Tokenizer(model)
-        normalizer, pre_tokenizer = self._pipelines[0 if first else 1]
+        normalizer, pre_tokenizer = self._pipelines[place]
         if normalizer is not None:
             library.normalizer = normalizer
         if pre_tokenizer is not None:
@@ -132,11 +133,13 @@ class Tokenizer:
 
     @cached_property
     def _pipelines(self) -> list[tuple[Any, Any]]:
-        """(normalizer, pre-tokenizer) for text at the start and for text further on."""
-        return [library_parts(p) for p in (self._ready.pipeline, without_prefix(self._ready.pipeline))]
+        """(normalizer, pre-tokenizer) for each of START, LATER, WITHIN."""
+        pipeline = self._ready.pipeline
+        places = (pipeline, without_prefix(pipeline), without_prefix(pipeline, everywhere=True))
+        return [library_parts(p) for p in places]
 
     def _words(self, text: str, first: bool) -> set[str]:
-        normalizer, pre_tokenizer = self._pipelines[0 if first else 1]
+        normalizer, pre_tokenizer = self._pipelines[START if first else LATER]
         if normalizer is not None:
             text = normalizer.normalize_str(text)
         if pre_tokenizer is None:

@@ -6,7 +6,6 @@ specification's; tokenizer.json is the format of Hugging Face's `tokenizers`.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ EOG_TEXTS: Final = frozenset(
 # ... and those that only do where the file marks them as control tokens: some vocabularies have them as plain text.
 EOG_CONTROL_TEXTS: Final = frozenset(("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["))
 SPACE_MARK: Final = "\u2581"
+LINES: Final = r"[^\n]+|[\n]+"  # how gemma4 cuts text
 
 Kinds = npt.NDArray[np.uint8]
 Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
@@ -118,7 +118,7 @@ def _from_gguf(model: str, metadata: Mapping[str, MetaValue]) -> Ready:
     else:
         pre = "gemma4" if model == "gemma4" else metadata.get("tokenizer.ggml.pre", "")
         if pre == "gemma4":  # SPM's spelling with explicit merges; lines are merged one by one
-            pipeline, spelling, ignore_merges, add_bos = _split([r"[^\n]+|[\n]+"]), SPACES, False, True
+            pipeline, spelling, ignore_merges, add_bos = _split([LINES]), SPACES, False, True
         else:
             row = pretokenizers.BY_NAME.get(str(pre))
             if row is None:
@@ -297,21 +297,40 @@ def library_parts(pipeline: Mapping[str, Any]) -> tuple[Any, Any]:
     return library.normalizer, library.pre_tokenizer
 
 
-def without_prefix(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """The same pipeline for text that does not start the input: `Metaspace` prefixes only the first piece."""
+def without_prefix(pipeline: dict[str, Any], everywhere: bool = False) -> dict[str, Any]:
+    """The same pipeline for text that does not start the input: `Metaspace` may prefix only the first piece.
 
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            if node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first":
-                node["prepend_scheme"] = "never"
-            node = list(node.values())
+    everywhere: for text in the middle of a piece, which nothing is put before.
+    """
+
+    def changed(node: Any) -> Any:
         if isinstance(node, list):
-            for child in node:
-                walk(child)
+            return [changed(child) for child in node]
+        if not isinstance(node, dict):
+            return node
+        kind = node.get("type")
+        if kind == "Metaspace" and (everywhere or node.get("prepend_scheme") == "first"):
+            return {**node, "prepend_scheme": "never", "add_prefix_space": False}
+        if kind == "ByteLevel" and everywhere:
+            return {**node, "add_prefix_space": False}
+        if kind == "Prepend" and everywhere:
+            return {"type": "Sequence", "normalizers": []}
+        return {key: changed(child) for key, child in node.items()}
 
-    rest = copy.deepcopy(pipeline)
-    walk(rest)
+    rest: dict[str, Any] = changed(pipeline)
     return rest
+
+
+def cuts_rests_alike(step: Any) -> bool:
+    """Whether a pre-tokenizer cuts the rest of a text as it cut the whole, even if that rest begins within a word."""
+    if step is None:
+        return True
+    if step["type"] == "Sequence":
+        return all(map(cuts_rests_alike, step["pretokenizers"]))
+    if step["type"] == "Split":
+        pattern = step["pattern"]
+        return bool(pattern.get("Regex") == LINES or len(pattern.get("String", "")) == 1)
+    return bool(step["type"] == "Metaspace")
 
 
 # --- merges ---------------------------------------------------------------------------------------------------------
