@@ -221,14 +221,24 @@ def test_the_recipe_is_the_allocation(gguf: Path, found: Measurements, tmp_path:
 def test_tensors_that_read_the_same_rows_agree_on_the_group(tmp_path: Path, arch: str, share: float) -> None:
     """So that query, key and value share one quantised input, gate and up another; but for what the user gives."""
     found = measured(tiny.random_gguf(tmp_path / "x.gguf", arch))
-    base = Recipe("nf4", usual("nf4")).but([("1.attn_k", usual("i8", 32)), ("0.ffn_up", usual("f16"))])
-    for some, given in (found, ()), (found.fixed(base, ["1.attn_k", "0.ffn_up"]), ("blk.1.attn_k", "blk.0.ffn_up")):
+    base = Recipe("nf4", usual("nf4")).but([("attn_[qk]", usual("i8", 32)), ("ffn_up", usual("f16"))])
+    roles = "1.attn_k", "0.attn_q", "0.ffn_up"
+    for some, given in (found, []), (found.fixed(base, [*roles]), [f"blk.{role}" for role in roles]):
         least, most = (sum(f(o.nbytes for o in t.options) for t in some.tensors) for f in (min, max))
         allocation = some.allocate(least + int(share * (most - least)), "x")
         group = {t.name.removesuffix(".weight"): o.group for t, o in zip(some.tensors, allocation.chosen)}
         for i in range(2):
             for call in ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"):
                 assert len({group[n] for n in (f"blk.{i}.{role}" for role in call) if n not in given}) == 1
+
+
+def test_what_the_user_gives_binds_no_other_tensor(found: Measurements) -> None:
+    """Not even where it comes first of those that read the same rows."""
+    base = Recipe("nf4", usual("nf4")).but([("ffn_gate", usual("f16"))])
+    fixed = found.fixed(base, ["ffn_gate"])
+    most = sum(max(o.nbytes for o in t.options) for t in fixed.tensors)
+    ups = [(t, o) for t, o in zip(fixed.tensors, fixed.allocate(most, "x").chosen) if "ffn_up" in t.name]
+    assert all(o.error == min(o.error for o in t.options) and o.group for t, o in ups)
 
 
 def test_a_budget_too_small_says_what_it_takes(found: Measurements) -> None:
