@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from ork.errors import SourceError
 from ork.sources.base import open_source
-from ork.sources.hf_config import BY_MODEL_TYPE, gguf_name
+from ork.sources.hf_config import BY_MODEL_TYPE
+from ork.sources.hf_names import gguf_name
 from tests.gguf_writer import payload
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -106,11 +107,11 @@ def test_names_are_those_of_llama_cpp(model_type):
                 continue  # of another architecture of the same table, or renamed before: test_huggingface_moe.py
             assert want is not None
             expert = "#7" if "#" in module else ""
-            assert gguf_name(arch, 12, module.replace("#", "7") + part) == want + expert
+            assert gguf_name(arch.layer, 12, module.replace("#", "7") + part) == want + expert
             known += 1
     assert known >= 22
     for other in ("model.layers.12.mlp.up_proj.weight", "model.layers.01.mlp.up_proj.weight", "model.x.weight", "norm"):
-        assert gguf_name(arch, 12, other) is None
+        assert gguf_name(arch.layer, 12, other) is None
 
 
 def test_metadata_of_llama(folder):

@@ -22,6 +22,7 @@ from ork.emulator.convolve import Places
 from ork.emulator.fast import Plan
 from ork.emulator.groups import Groups, Registers
 from ork.emulator.images import Images
+from ork.emulator.kept import Loaded, same_features, same_weights
 from ork.emulator.lut import ACCESS_CFG, ACCESS_DATA, TABLE_ACCESS, Tables
 from ork.emulator.memory import Domain, IommuFault
 from ork.emulator.pipeline import NOTHING
@@ -76,15 +77,6 @@ class _Stop(Exception):
         self.finding, self.refused, self.text = finding, refused, text
 
 
-@dataclass(slots=True)
-class _Loaded:
-    """One operand in the convolution buffer, as a task fetched it. `data` None: memory still holds the same."""
-
-    task: Task
-    places: Places
-    data: npt.NDArray[Any] | None
-
-
 class Core:
     """A core with the state that outlives programs and submits: register groups. `engine`: "fast" or "literal"."""
 
@@ -104,8 +96,8 @@ class Core:
         self._chained = self._ping_pong = False  # the submit has several programs, and the flag
         self._loads = False  # this program writes points of the tables
         self._half_written = False  # tables were loaded under ping-pong, and nothing has used them yet
-        self._features: _Loaded | None = None
-        self._weights: _Loaded | None = None
+        self._features: Loaded | None = None
+        self._weights: Loaded | None = None
 
     def run(
         self,
@@ -255,7 +247,7 @@ class Core:
         if rule is None:
             rule = self._literally(domain, task, verdict, places)
         else:
-            self._features = _Loaded(task, places, None)
+            self._features = Loaded(task, places, None)
             self._weights = self._kept(task, places, None)
         if rule:
             self._add(Finding(rule, 0x4010))
@@ -332,7 +324,7 @@ class Core:
         if operands is None:
             self._features = self._weights = None
         else:
-            self._features = _Loaded(task, places, operands[0])
+            self._features = Loaded(task, places, operands[0])
             self._weights = self._kept(task, places, operands[1])
         side = NOTHING
         if operands is not None:
@@ -345,10 +337,10 @@ class Core:
         self, domain: Domain, task: Task, lines: int, places: Places
     ) -> tuple[npt.NDArray[Any], fetch.Bytes] | None:
         """Features and kernels, out of memory or, if they are reused, out of the buffer; None if they are not there."""
-        if task.data_reuse and not _same_features(self._features, task, places):
+        if task.data_reuse and not same_features(self._features, task, places):
             self._add(Finding("data-reuse", 0x1040, {"features": places.features}))
             return None
-        if task.weight_reuse and not _same_weights(self._weights, task, places):
+        if task.weight_reuse and not same_weights(self._weights, task, places):
             self._add(Finding("weight-reuse", 0x1040, {"weights": places.weights, "bytes": task.weights_size}))
             return None
         features = self._features.data if task.data_reuse and self._features else None
@@ -359,34 +351,16 @@ class Core:
             weights = _mapped(WEIGHTS, lambda: domain.read(places.weights, task.weights_size).copy())
         return features, weights
 
-    def _kept(self, task: Task, places: Places, data: fetch.Bytes | None) -> _Loaded | None:
+    def _kept(self, task: Task, places: Places, data: fetch.Bytes | None) -> Loaded | None:
         """Kernels stay resident if all of them fit the weight banks at once."""
         if task.weights_size > task.weight_bank * self.soc.bank_bytes:
             return None
-        return _Loaded(task, places, data)
+        return Loaded(task, places, data)
 
     def _in_memory(self, task: Task, places: Places) -> bool:
         """Whether reused weights are resident and still lie in memory as they were loaded."""
         kept = self._weights
-        return kept is not None and kept.data is None and _same_weights(kept, task, places)
-
-
-def _same_features(loaded: _Loaded | None, task: Task, places: Places) -> bool:
-    return loaded is not None and _feature_key(loaded.task, loaded.places) == _feature_key(task, places)
-
-
-def _same_weights(loaded: _Loaded | None, task: Task, places: Places) -> bool:
-    return loaded is not None and _weight_key(loaded.task, loaded.places) == _weight_key(task, places)
-
-
-def _feature_key(task: Task, places: Places) -> tuple[object, ...]:
-    geometry = (task.width, task.height, task.channels, task.group_mode, task.line_stride, task.surf_stride)
-    return (places.features, task.precision, task.data_bank, task.image, task.conversion, *geometry)
-
-
-def _weight_key(task: Task, places: Places) -> tuple[object, ...]:
-    shape = (task.depthwise, task.kernels, task.kernel_width, task.kernel_height, task.channels)
-    return (places.weights, task.precision, task.data_bank, task.weight_bank, *shape)
+        return kept is not None and kept.data is None and same_weights(kept, task, places)
 
 
 def _next(stream: Stream, words: Words) -> tuple[int, int]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from ork.emulator.checks import Verdict
 from ork.emulator.convolve import Places
-from ork.emulator.core import Core, _Loaded
+from ork.emulator.core import Core
+from ork.emulator.kept import Loaded
 from ork.emulator.memory import Buffer, Domain
 from ork.emulator.pages import Bytes, CoherentPages
 from ork.emulator.report import Report, Violation
@@ -168,7 +169,7 @@ class _Reader(Core):
         if operands is None:
             self._features = self._weights = None
         else:
-            self._features = _Loaded(task, places, operands[0])
+            self._features = Loaded(task, places, operands[0])
             self._weights = self._kept(task, places, operands[1])
         return ""
 

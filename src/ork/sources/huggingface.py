@@ -21,7 +21,8 @@ import xxhash
 from ork.errors import SourceError
 from ork.sources.base import F32, MappedFile, MetaValue, TensorInfo, check_range
 from ork.sources.dequant import BY_NAME, expand
-from ork.sources.hf_config import UNUSED, Config, gguf_halves, gguf_name, rope_divisors, to_metadata
+from ork.sources.hf_config import Config, rope_divisors, to_metadata
+from ork.sources.hf_names import UNUSED, gguf_halves, gguf_name
 from ork.sources.hf_tokenizer import tokenizer_metadata
 from ork.sources.safetensors import Entry, SafetensorsFile, parse_json
 
@@ -162,8 +163,8 @@ class HuggingFaceSource:
             for name, entry in file.entries.items():
                 if name.endswith(UNUSED) or (tied and name == "lm_head.weight"):
                     continue
-                halves = gguf_halves(arch, config.layers, name)
-                names = halves or (gguf_name(arch, config.layers, name),)
+                halves = gguf_halves(config.layers, name) if arch.moe else None
+                names = halves or (gguf_name(arch.layer, config.layers, name),)
                 for i, to in enumerate(names):
                     if to is None:
                         of = f"a {arch.name} model of {config.layers} layers"

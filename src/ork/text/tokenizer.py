@@ -24,8 +24,9 @@ from tokenizers import models
 
 from ork.errors import OrkError, PackDamaged, UsageError
 from ork.text import blocks
+from ork.text.pipeline import cuts_rests_alike, library_parts, without_prefix
 from ork.text.ready import BYTE, BYTES, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Ready, lookup, u32, unpack
-from ork.text.vocab import SPACE_MARK, build_tokenizer, cuts_rests_alike, library_parts, without_prefix
+from ork.text.vocab import SPACE_MARK, build_tokenizer
 
 __all__ = ["Decoder", "Tokenizer", "build_tokenizer"]
 

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import tokenizers
 
 from ork import native
 from ork.errors import SourceError
 from ork.sources.base import MetaValue
 from ork.strings import StringTable
 from ork.text import pretokenizers
+from ork.text.pipeline import LINES, library_parts, split_by
 from ork.text.ready import BYTE, BYTES, CONTROL, NORMAL, SPACES, UNKNOWN, UNUSED, USER, VERSION, Ready, pack, text_hash
 
 HUGGINGFACE: Final = "tokenizer.huggingface.json"
@@ -45,7 +45,7 @@ EOG_TEXTS: Final = frozenset(
 # ... and those that only do where the file marks them as control tokens: some vocabularies have them as plain text.
 EOG_CONTROL_TEXTS: Final = frozenset(("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["))
 SPACE_MARK: Final = "\u2581"
-LINES: Final = r"[^\n]+|[\n]+"  # how gemma4 cuts text
+
 
 Kinds = npt.NDArray[np.uint8]
 Arrays = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
@@ -118,13 +118,13 @@ def _from_gguf(model: str, metadata: Mapping[str, MetaValue]) -> Ready:
     else:
         pre = "gemma4" if model == "gemma4" else metadata.get("tokenizer.ggml.pre", "")
         if pre == "gemma4":  # SPM's spelling with explicit merges; lines are merged one by one
-            pipeline, spelling, ignore_merges, add_bos = _split([LINES]), SPACES, False, True
+            pipeline, spelling, ignore_merges, add_bos = split_by([LINES]), SPACES, False, True
         else:
             row = pretokenizers.BY_NAME.get(str(pre))
             if row is None:
                 known = ", ".join(sorted(name for name in pretokenizers.BY_NAME if name))
                 raise SourceError(f"tokenizer.ggml.pre is {pre!r}, which is unknown; known are {known}, gemma4")
-            pipeline, spelling = _split(row.patterns, byte_level=True), BYTES
+            pipeline, spelling = split_by(row.patterns, byte_level=True), BYTES
             ignore_merges, add_bos = row.ignore_merges, row.add_bos
         listed = _table(metadata, "merges")
         if listed is None:
@@ -195,15 +195,6 @@ def _scores(metadata: Mapping[str, MetaValue], n: int) -> npt.NDArray[np.float64
     if not np.isfinite(scores).all():
         raise SourceError("tokenizer.ggml.scores holds numbers that are not finite")
     return scores
-
-
-def _split(patterns: Sequence[str], byte_level: bool = False) -> dict[str, Any]:
-    steps: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in patterns
-    ]
-    if byte_level:
-        steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False})
-    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
 
 
 # --- tokenizer.json -------------------------------------------------------------------------------------------------
@@ -288,49 +279,6 @@ def _template_bos(post: dict[str, Any] | None) -> int | None:
         if step["type"] == "TemplateProcessing" and step["single"] and "SpecialToken" in step["single"][0]:
             return int(step["special_tokens"][step["single"][0]["SpecialToken"]["id"]]["ids"][0])
     return None
-
-
-def library_parts(pipeline: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(normalizer, pre-tokenizer), or None for one that is not there. Raises Exception, as `tokenizers` does."""
-    document = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **pipeline}
-    library = tokenizers.Tokenizer.from_str(json.dumps(document))
-    return library.normalizer, library.pre_tokenizer
-
-
-def without_prefix(pipeline: dict[str, Any], everywhere: bool = False) -> dict[str, Any]:
-    """The same pipeline for text that does not start the input: `Metaspace` may prefix only the first piece.
-
-    everywhere: for text in the middle of a piece, which nothing is put before.
-    """
-
-    def changed(node: Any) -> Any:
-        if isinstance(node, list):
-            return [changed(child) for child in node]
-        if not isinstance(node, dict):
-            return node
-        kind = node.get("type")
-        if kind == "Metaspace" and (everywhere or node.get("prepend_scheme") == "first"):
-            return {**node, "prepend_scheme": "never", "add_prefix_space": False}
-        if kind == "ByteLevel" and everywhere:
-            return {**node, "add_prefix_space": False}
-        if kind == "Prepend" and everywhere:
-            return {"type": "Sequence", "normalizers": []}
-        return {key: changed(child) for key, child in node.items()}
-
-    rest: dict[str, Any] = changed(pipeline)
-    return rest
-
-
-def cuts_rests_alike(step: Any) -> bool:
-    """Whether a pre-tokenizer cuts the rest of a text as it cut the whole, even if that rest begins within a word."""
-    if step is None:
-        return True
-    if step["type"] == "Sequence":
-        return all(map(cuts_rests_alike, step["pretokenizers"]))
-    if step["type"] == "Split":
-        pattern = step["pattern"]
-        return bool(pattern.get("Regex") == LINES or len(pattern.get("String", "")) == 1)
-    return bool(step["type"] == "Metaspace")
 
 
 # --- merges ---------------------------------------------------------------------------------------------------------
