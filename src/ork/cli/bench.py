@@ -15,7 +15,7 @@ def add(sub: argparse.ArgumentParser) -> None:
     add_model(sub)
     sub.add_argument("-p", "--n-prompt", type=int, default=512, metavar="N", help="prefill N tokens (0: skip)")
     sub.add_argument("-n", "--n-gen", type=int, default=128, metavar="N", help="decode N tokens (0: skip)")
-    sub.add_argument("-r", "--repetitions", type=int, default=5, metavar="R")
+    sub.add_argument("-r", "--repetitions", type=int, default=5, metavar="R", help="times to measure (default: 5)")
     sub.add_argument("-o", "--output", choices=("md", "json"), default="md")
     add_first_run(sub)
     add_device(sub)

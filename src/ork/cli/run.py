@@ -49,9 +49,13 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-n", "--max-tokens", type=int, default=512, metavar="N", help="tokens at most, -1: no limit")
     sub.add_argument("-c", "--context", type=int, metavar="N", help="positions of the KV cache (default: up to 4096)")
     sub.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default)")
-    sub.add_argument("--top-k", type=int, default=40, metavar="K")
-    sub.add_argument("--top-p", type=float, default=0.95, metavar="P")
-    sub.add_argument("--min-p", type=float, default=0.05, metavar="P")
+    sub.add_argument("--top-k", type=int, default=40, metavar="K", help="the K likeliest tokens; 0: all (default: 40)")
+    sub.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="those that make up P together; 1: off (default: 0.95)"
+    )
+    sub.add_argument(
+        "--min-p", type=float, default=0.05, metavar="P", help="P times the likeliest's or more; 0: off (default: 0.05)"
+    )
     sub.add_argument("--repeat-penalty", type=float, default=1.0, metavar="R", help="over the last 64 tokens; 1: off")
     sub.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sub.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
