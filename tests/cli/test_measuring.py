@@ -317,7 +317,10 @@ def test_names_are_shown_as_they_are(ork: Ork, packed: Path, tmp_path: Path, mon
         assert shown in ork("diff", name, packed)[1]
 
 
-def test_nothing_is_cut_off_where_there_is_no_terminal(ork: Ork, model: Path, text: Path, tmp_path: Path) -> None:
+def test_nothing_is_cut_off_where_there_is_no_terminal(
+    ork: Ork, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # which parallel test runners set
     pack = tmp_path / "x.orkpack"
     assert ork("convert", model, "--target-bpw", "8.5", "--calibrate", text, "-o", pack)[0] == 0
     out = ork("inspect", pack, "--tensors")[1]
