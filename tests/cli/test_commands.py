@@ -159,6 +159,21 @@ def test_ctrl_c_keeps_the_text_so_far(endless: Path) -> None:
     assert "Traceback" not in err.decode()
 
 
+def test_a_terminated_measurement_leaves_nothing_behind(endless: Path, tmp_path: Path) -> None:
+    text, base = tmp_path / "text", tmp_path / "base"
+    text.write_text("abcdefgh" * 50_000)
+    process = start("ppl", endless, "-f", text, "-c", "64", "--save-base", base)
+    part, end = base.with_name("base.part"), time.monotonic() + DEADLINE
+    while not part.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    process.terminate()
+    out, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, out) == (128 + signal.SIGTERM, b""), err
+    assert b"Traceback" not in err
+    assert not part.exists()
+    assert not base.exists()
+
+
 def test_ctrl_c_ends_the_answer_not_the_chat(endless: Path) -> None:
     controller, terminal = pty.openpty()
     process = start("run", endless, "--chat", "-n", "-1", "-c", "300000", stdin=terminal)

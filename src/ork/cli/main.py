@@ -6,9 +6,11 @@ import argparse
 import importlib
 import io
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 from ork import __version__
@@ -51,8 +53,10 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 2 an error that was explained, 130 interrupted."""
+    """Runs one command. Exit codes: 0 done, 2 an error that was explained, 130 interrupted, 143 terminated."""
     _standard_streams()
+    if argv is None:  # a program of its own, no part of one
+        signal.signal(signal.SIGTERM, _terminate)
     warnings.showwarning = _warn  # type: ignore[assignment]  # it needs the message alone
     try:
         args = parser().parse_args(argv)
@@ -72,6 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             _drop_output()
         return _explain(f"{error.filename or 'standard output'}: {error.strerror or error}", 2)
+
+
+def _terminate(number: int, _: FrameType | None) -> None:
+    """Files half written are removed and the chip's memory is given back on the way out; a second one ends at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
 
 
 def _warn(message: Warning | str, *_: object) -> None:

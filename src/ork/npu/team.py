@@ -43,7 +43,8 @@ class Team:
             try:
                 self._done.acquire()
                 helpers -= 1
-            except KeyboardInterrupt as interrupt:  # the others end their chain first: its buffers must live so long
+            except (KeyboardInterrupt, SystemExit) as interrupt:
+                # the others end their chain first: its buffers must live so long
                 self._errors.append(interrupt)
         self._queue.clear()
         if self._errors:
