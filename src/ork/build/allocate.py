@@ -14,7 +14,7 @@ from typing import Any
 from ork.build.outputs import stored_bytes
 from ork.errors import UsageError
 from ork.quant import codecs, q4_k_m
-from ork.quant.allocation import BudgetTooSmall, Joint, Option, solve, together
+from ork.quant.allocation import BudgetTooSmall, Option, solve, together
 from ork.quant.recipe import Choice, Recipe, exactly, named, usual
 
 
@@ -67,20 +67,18 @@ class Measurements:
         calls: dict[tuple[str, ...], list[int]] = {}
         for i, t in enumerate(self.tensors):
             calls.setdefault((t.reads or t.name,) if len(t.options) > 1 else (t.reads, t.name), []).append(i)
-        joints = [together([self.tensors[i].options for i in call]) for call in calls.values()]
-        return self._solve(joints, list(calls.values()), budget, name)
+        return self._solve([t.options for t in self.tensors], list(calls.values()), budget, name)
 
     def promote(self, recipe: Recipe, extra: int) -> Allocation:
         """`recipe`, but int8 for those of its 4-bit tensors that need it most, for at most `extra` bytes more."""
-        options, budget = [], extra
+        options = []
         for t in self.tensors:
             choice = recipe.choose(t.name)
-            own = t.stored(choice)
             promoted = [o for o in t.options if (o.codec, o.group) == ("i8", 0)] if choice.four_bit else []
-            options.append([Joint((o,), o.nbytes, o.error) for o in (own, *promoted)])
-            budget += own.nbytes
-        name = named(recipe.name, f"+{extra / 1e6:g}MB")
-        return replace(self._solve(options, [[i] for i in range(len(options))], budget, name), base=recipe)
+            options.append([t.stored(choice), *promoted])
+        budget = sum(o[0].nbytes for o in options) + extra
+        name, alone = named(recipe.name, f"+{extra / 1e6:g}MB"), [[i] for i in range(len(options))]
+        return replace(self._solve(options, alone, budget, name), base=recipe)
 
     def fixed(self, recipe: Recipe, rules: Sequence[str]) -> Measurements:
         """Tensors that one of these expressions of `recipe` is found in are stored as it says."""
@@ -97,11 +95,12 @@ class Measurements:
         )
 
     def _solve(
-        self, joints: Sequence[Sequence[Joint]], of: Sequence[Sequence[int]], budget: int, name: str
+        self, options: Sequence[Sequence[Option]], calls: Sequence[Sequence[int]], budget: int, name: str
     ) -> Allocation:
-        """`of`: the tensors of each joint's options."""
+        """`options` of each tensor; `calls`: numbers of tensors that get one group together, each tensor in one."""
+        joints = [together([options[i] for i in call]) for call in calls]
         try:
-            chosen = {i: o for call, joint in zip(of, solve(joints, budget)) for i, o in zip(call, joint.options)}
+            chosen = {i: o for call, joint in zip(calls, solve(joints, budget)) for i, o in zip(call, joint.options)}
             return Allocation(self, name, tuple(chosen[i] for i in range(len(self.tensors))))
         except BudgetTooSmall as e:
             raise UsageError(

@@ -32,7 +32,7 @@ from ork.quant import rotation
 from ork.quant.codecs import BadRow, Quantised, effective_group, quantise
 from ork.quant.imatrix import Imatrix
 from ork.quant.recipe import Choice, Recipe
-from ork.sources.base import Source, TensorInfo, matrices, read_weight
+from ork.sources.base import Source, TensorInfo, finite, matrices, read_weight
 from ork.text.vocab import build_tokenizer
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all) of the pack
@@ -240,9 +240,7 @@ def _raw_blob(item: RawPlan, source: Source) -> npt.NDArray[np.uint8]:
     derived = rotation.derived(item.name)
     if derived is not None:
         return np.ascontiguousarray(derived).reshape(-1).view(np.uint8)
-    values = source.rows(item.name, 0, item.shape[0] if len(item.shape) == 2 else 1)
-    if not np.isfinite(values).all():
-        raise SourceError(f"{source.path}: tensor {item.name} holds a value that is not finite")
+    values = finite(source, item.name, source.rows(item.name, 0, item.shape[0] if len(item.shape) == 2 else 1))
     return np.ascontiguousarray(values).view(np.uint8).reshape(-1)
 
 

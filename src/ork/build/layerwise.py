@@ -21,7 +21,6 @@ from ork.devices.base import Device, SliceSpec
 from ork.devices.cpu import CpuDevice
 from ork.engine.kvcache import BLOCK, KvPool
 from ork.engine.kvcache import Sequence as Place
-from ork.errors import SourceError
 from ork.models import Rows
 from ork.ops import Ops
 from ork.pack.file import aligned
@@ -39,7 +38,7 @@ from ork.residency.stream import (
     StreamStats,
     TensorSpec,
 )
-from ork.sources.base import Source, read_weight
+from ork.sources.base import Source, finite, read_weight
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -112,10 +111,7 @@ class SourceLayers(Layers):
 
     def read(self, name: str, start: int, stop: int) -> F32:
         """Rows of a weight; its mapped pages are dropped. Raises SourceError where a value is not finite."""
-        rows = read_weight(self.source, name, start, stop)
-        if not np.isfinite(np.abs(rows).max(initial=0)):
-            raise SourceError(f"{self.source.path}: tensor {name} holds a value that is not finite")
-        return rows
+        return finite(self.source, name, read_weight(self.source, name, start, stop))
 
     def piece(self, name: str, codec: str = "f32", change: Callable[[F32], F32] | None = None) -> Piece:
         """A weight of the source, its rows changed if asked for; f16 takes half the memory."""

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from ork.devices.cpu import CpuDevice
 from ork.engine.kvcache import Sequence as Place
 from ork.engine.session import CHUNK, Engine
-from ork.errors import SourceError, UsageError
+from ork.errors import UsageError
 from ork.models import Rows
 from ork.ops import Array, Ops, Weight
 from ork.pack.reader import Pack
 from ork.residency.source import PackSource
 from ork.residency.stream import Stream
-from ork.sources.base import Source, matrices, read_weight
+from ork.sources.base import Source, finite, matrices, read_weight
 
 F32 = npt.NDArray[np.float32]
 STEP_BYTES = 32 << 20  # of f32 rows compared at a time
@@ -76,10 +76,7 @@ class SourceWeights:
         return {name: shape for t in weights for name, shape in matrices(t).items()}
 
     def rows(self, name: str, start: int, stop: int) -> F32:
-        rows = read_weight(self.source, name, start, stop)
-        if not np.isfinite(np.abs(rows).max(initial=0)):
-            raise SourceError(f"{self.source.path}: tensor {name} holds a value that is not finite")
-        return rows
+        return finite(self.source, name, read_weight(self.source, name, start, stop))
 
 
 @dataclass(frozen=True)

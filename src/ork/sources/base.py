@@ -119,6 +119,13 @@ def read_weight(source: Source, name: str, start: int, stop: int) -> F32:
     return rows
 
 
+def finite(source: Source, name: str, rows: F32) -> F32:
+    """The same rows. Raises SourceError that names the tensor if a value of them is not finite."""
+    if not np.isfinite(np.abs(rows).max(initial=0)):
+        raise SourceError(f"{source.path}: tensor {name} holds a value that is not finite")
+    return rows
+
+
 class MappedFile:
     """A whole file, mapped read-only. `data` are its bytes; views of them stay valid after `close`."""
 
